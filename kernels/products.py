@@ -13,6 +13,7 @@ M rows, I input width, O output width.
 """
 
 import functools
+import os
 import platform
 import threading
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ SMALLEST = 2**20
 
 _SETTING: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 _in_use = threading.RLock()  # all threads share the setting
+# A process is forked between products: its copy of the lock is free, and the setting is torch's.
+os.register_at_fork(before=_in_use.acquire, after_in_parent=_in_use.release, after_in_child=_in_use.release)
 
 
 def choose_products(products: Products, kind: str) -> Library:

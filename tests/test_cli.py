@@ -62,6 +62,13 @@ def test_check_validates_transfers(capsys, tmp_path):
     assert err.startswith("lowered.csv: blocking transfers deadlock: rank 0 at 0RECV_B0; rank 1 at 1RECV_F1\n")
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.touch() or os.truncate(path, 1 << 27)])
+def test_a_schedule_that_does_not_end_is_refused(capsys, tmp_path, make):
+    make(path := tmp_path / "mine.csv")
+    error = f"moe-dualpipe: error: {path} is not a file of at most 67,108,864 bytes\n"
+    assert run(capsys, "schedule", "check", path) == (2, "", error)
+
+
 @pytest.mark.parametrize(
     "arguments,message",
     [

@@ -23,7 +23,7 @@ from ..models import ModelConfig
 from ..models.config import BUILT_IN, options_field
 from ..runtime.launch import Launch
 from ..runtime.shared_errors import errors_on_all_ranks
-from .destinations import STEP_FOLDER, list_checkpoints
+from .destinations import STEP_FOLDER, hold, hold_each, release, step_of
 from .huggingface.config import different_options
 from .huggingface.published import CONFIG_FILE, PublishedModel
 from .manifest import RUN_FILE, verify_checkpoint
@@ -35,9 +35,11 @@ _WHY_MISSING = "a frozen weight must stay frozen, and custom experts may need th
 # ---- Find ----
 
 
-def find_checkpoint(path: str, warn: Callable[[str], None] | None = None) -> Path:
+def find_checkpoint(path: str, warn: Callable[[str], None] | None = None, newest: int | None = None) -> Path:
     """Return the checkpoint at `path`, or the newest intact one of the run at `path`.
 
+    The run may save meanwhile: in a local folder, the result is not removed until this process has loaded it, finds
+    another one, or ends. newest: ignore those of later steps, which other ranks may not have seen.
     path: a folder, or a URL: then the result is a local folder that stands for it, with copies of the small files.
     Reads every file once to verify its checksum; on a store, only small files, and the sizes of the others, whose
     checksums are compared when they are loaded. Calls `warn` (default: one line on stderr of the first local rank) for
@@ -46,13 +48,16 @@ def find_checkpoint(path: str, warn: Callable[[str], None] | None = None) -> Pat
     """
     given = stores.local_path(path)
     if stores.exists(given / RUN_FILE) or STEP_FOLDER.fullmatch(given.name):
+        hold(given)
         if fault := _find_fault(given):
             raise ValueError(
                 f"{given} is broken: {fault}; --resume with the folder of its run takes the newest intact one"
             )
         return given
     faults = []
-    for candidate in list_checkpoints(given / "checkpoints") or list_checkpoints(given):
+    for candidate in hold_each(given):
+        if newest is not None and step_of(candidate) > newest:
+            continue
         if not (fault := _find_fault(candidate)):
             for skipped in faults:
                 (warn or _warn)(f"skipped broken checkpoint {skipped}")
@@ -76,8 +81,8 @@ def _warn(text: str) -> None:
         sys.stderr.write(f"{Path(sys.argv[0]).name}: warning: {printable(text, 1000)}\n")
 
 
-def find_weights(path: str) -> Path:
-    """The folder of a published model at `path`, or the checkpoint found there. Errors: as in `find_checkpoint`."""
+def find_weights(path: str, newest: int | None = None) -> Path:
+    """The folder of a published model at `path`, or the checkpoint found there. As `find_checkpoint`."""
     folder = stores.local_path(path)
     stores.open_folder(folder)
     if is_published(folder):
@@ -87,7 +92,7 @@ def find_weights(path: str) -> Path:
             f"{printable(folder)} is neither a run nor a published model: convert what an earlier version exported "
             "with examples/convert_checkpoint.py"
         )
-    return find_checkpoint(path)
+    return find_checkpoint(path, newest=newest)
 
 
 def is_published(folder: Path) -> bool:
@@ -112,13 +117,15 @@ def start_model(resume: str | None, weights: str | None) -> ModelConfig | None:
         return None
     try:
         path = stores.local_path(resume or weights or "")
-        path = [*list_checkpoints(path / "checkpoints"), *list_checkpoints(path), path][0]
+        path = next(hold_each(path), path)
         stores.open_folder(path)
         model = open_weights(path).config
     except stores.StorageError:
         raise
     except (ValueError, OSError):
         return None
+    finally:
+        release()
     for field in model.own_layers:
         model = dataclasses.replace(model, **{field: BUILT_IN[field][0], options_field(field): ""})
     return model
@@ -195,6 +202,7 @@ def load_state(
     with errors_on_all_ranks():
         opened.read(found)
     opened.close()  # the other ranks of this machine have read the copies, too
+    release()
     return result
 
 

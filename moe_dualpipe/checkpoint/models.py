@@ -47,13 +47,19 @@ def open_model(
     chosen = torch.device(choose_device(device, count_gpus(), 1))
     folder, config = find_model(path, own_layers)
     dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
+    tokenizer = start_tokenizer(folder, config.vocab_size)
     model = from_pretrained(folder, dtype) if is_published(folder) else load_model(folder, **(own_layers or {}))
-    return model.to(chosen, dtype), start_tokenizer(folder, config.vocab_size)
+    return model.to(chosen, dtype), tokenizer
 
 
-def find_model(path: str, own_layers: Mapping[str, OwnLayer] | None = None) -> tuple[Path, ModelConfig]:
-    """The folder or checkpoint with a model, and its options. Arguments and errors are those of `open_model`."""
-    opened = open_weights(find_weights(path))
+def find_model(
+    path: str, own_layers: Mapping[str, OwnLayer] | None = None, newest: int | None = None
+) -> tuple[Path, ModelConfig]:  # fmt: skip
+    """The folder or checkpoint with a model, and its options. Arguments and errors are those of `open_model`.
+
+    newest: as in `find_checkpoint`.
+    """
+    opened = open_weights(find_weights(path, newest))
     return opened.where, opened.config_with(own_layers or {})
 
 

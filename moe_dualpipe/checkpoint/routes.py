@@ -2,58 +2,129 @@
 
 A file in safetensors has, for each layer N with routes:
 
-    layers.N.experts    int16 [samples, positions, K], best first; -1 in the first of a position: not known
-    layers.N.samples    int64 [samples], the number of the sample in each row
+    layers.N.experts    integers [samples, positions, K], best first; -1 in the first of a position: not known
+    layers.N.samples    integers [samples], the number of the sample in each row
 
 In training, sample n is the n-th sequence since step 1, from 0: step s starts with sample (s - 1) x batch size. In
-`generate`, samples are the texts. A folder has any number of files, whose rows belong together.
+`generate`, samples are the texts. A folder has any number of files, whose rows belong together: a sample is in one of
+them. `run` in the metadata of a file says, as JSON, what its numbers depend on, such as the text and the batch size. So
+the routes of another run are refused. Files of other programs have no `run`.
 
 N samples, S positions, K experts per token.
 """
 
-import os
+import json
+import re
+import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from ..messages import describe, printable
+from ..data.files import FileStatus
+from ..data.strict_json import parse, reading
+from ..errors import without_frames
+from ..messages import describe, printable, quoted
+from .tensor_file import TensorEntry, read_entry, read_header, read_metadata, write_tensors
+
+SUFFIX = ".safetensors"
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_NAME = re.compile(r"layers\.(\d{1,6})\.(experts|samples)")
 
 
-def write_routes(path: Path, layers: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-    """Write a file. layers: by their number, samples [N] and experts [N, S, K]. Raises OSError."""
-    tensors = {}
+def check_writable(folder: Path, option: str) -> None:
+    """Create a folder. Raises ValueError if no file can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"{option} {printable(folder)} cannot be written: {error.strerror}") from None
+
+
+def write_routes(path: Path, layers: Mapping[int, tuple[Tensor, Tensor]], run: Mapping[str, Any]) -> None:
+    """Write a file. layers: by their number, samples [N] and experts [N, S, K]. run: what the numbers depend on.
+
+    Raises ValueError if it cannot be written; then there is no file.
+    """
+    tensors, unfinished = {}, path.with_name(f".{path.name}.unfinished")
     for layer, (samples_N, experts_NSK) in layers.items():
-        tensors[f"layers.{layer}.samples"] = samples_N.cpu().clone()  # layers may share it
-        tensors[f"layers.{layer}.experts"] = experts_NSK.to("cpu", torch.int16).contiguous()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    save_file(tensors, unfinished)
-    os.replace(unfinished, path)
+        tensors[f"layers.{layer}.samples"] = samples_N
+        tensors[f"layers.{layer}.experts"] = experts_NSK.to(torch.int16)
+    try:
+        unfinished.unlink(missing_ok=True)
+        write_tensors(unfinished, tensors, metadata={"run": json.dumps(run)})
+        unfinished.replace(path)
+    except OSError as error:
+        raise without_frames(
+            ValueError(f"cannot write {printable(path)}: {error.strerror or describe(error)}")
+        ) from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def run_of_file(path: Path) -> dict[str, Any]:
+    """What the numbers in a file depend on; {} if it does not say so. Raises ValueError."""
+    with reading(path):
+        run = parse(read_metadata(path).get("run", "{}"))
+        if not isinstance(run, dict):
+            raise ValueError("its metadata are not those of a run")
+        return run
+
+
+def check_same_run(path: Path, found: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    """Raise ValueError if a file with the routes of the run `found` cannot be one of `run`."""
+    others = [name for name in found if name in run and found[name] != run[name]]
+    if others:
+        differences = ", ".join(f"{printable(name)} {quoted(found[name], 60)}, not {run[name]!r}" for name in others)
+        raise ValueError(f"{printable(path)} has the routes of another run: {differences}")
 
 
 class RecordedRoutes:
-    """The routes in a file, or in all files of a folder. Raises ValueError for files that cannot be read.
+    """The routes in a file, or in all files of a folder.
 
-    rows: by layer and sample, the file and the row in it.
+    run: of the routes that are wanted, with the K and the number of the experts. rows: by layer and sample, the file
+    and the row in it. bytes: of all routes.
+
+    Raises ValueError for files that cannot be read, of other runs, or of other shapes, and for a sample in two of them.
     """
 
-    def __init__(self, source: Path):
-        self.source, self.rows = source, dict[int, dict[int, tuple[Path, int]]]()
-        for file in sorted(source.glob("*.safetensors")) if source.is_dir() else [source]:
-            try:
-                with safe_open(file, "pt") as tensors:
-                    for name in [name for name in tensors.keys() if name.endswith(".samples")]:  # noqa: SIM118
-                        numbers = tensors.get_tensor(name).tolist()
-                        found = self.rows.setdefault(int(name.split(".")[1]), {})
-                        found |= {number: (file, row) for row, number in enumerate(numbers)}
-            except (OSError, SafetensorError, ValueError, IndexError) as error:
-                raise ValueError(f"cannot read routes from {printable(file)}: {describe(error)}") from None
+    def __init__(self, source: Path, run: Mapping[str, Any]):
+        self.source, self.bytes, self.rows = source, 0, dict[int, dict[int, tuple[Path, int]]]()
+        self._k, self._num_experts, known = run["experts_per_token"], run["num_experts"], dict(run)
+        self._files: dict[Path, tuple[FileStatus | None, dict[str, TensorEntry]]] = {}
+        for file in sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else [source]:
+            self._files[file] = read_header(file)
+            found = run_of_file(file)
+            check_same_run(file, found, known)
+            known |= found
+            for layer in {int(match[1]) for name in self._files[file][1] if (match := _NAME.fullmatch(name))}:
+                self._add(file, layer)
         if not self.rows:
             raise ValueError(f"{printable(source)} has no routes: name a folder that record_routes wrote, or a file")
+
+    def _add(self, file: Path, layer: int) -> None:
+        """Note the rows of a layer in a file."""
+        status, entries = self._files[file]
+        samples, experts = (entries.get(f"layers.{layer}.{kind}") for kind in ("samples", "experts"))
+        if not (
+            experts and samples and {experts.dtype, samples.dtype} <= _INTEGERS and len(experts.shape) == 3
+            and experts.shape == (*samples.shape, experts.shape[1], self._k)
+        ):  # fmt: skip
+            found = [f"{one.dtype} {[*one.shape]}" if one else "nothing" for one in (experts, samples)]
+            wanted = f"layers.{layer}.experts [samples, positions, {self._k}] and .samples [samples], both integers"
+            raise ValueError(f"{printable(file)} needs {wanted}: got {' and '.join(found)}")
+        self.bytes += experts.nbytes
+        rows = self.rows.setdefault(layer, {})
+        for row, number in enumerate(read_entry(samples, status).tolist()):
+            if number in rows:
+                raise ValueError(
+                    f"{printable(file)}: sample {number} of layer {layer} is also in {printable(rows[number][0])}: "
+                    "remove the files of another run"
+                )
+            rows[number] = file, row
 
     def check(self, layer: int, samples: Sequence[int]) -> None:
         """Raise ValueError unless the layer has routes of all these samples."""
@@ -62,24 +133,26 @@ class RecordedRoutes:
         if missing is not None:
             raise ValueError(f"{printable(self.source)} has no routes of sample {missing} in layer {layer}")
 
-    def read(self, layer: int, samples: Sequence[int], length: int, k: int, num_experts: int) -> Tensor:
-        """The experts of these samples, [N, `length`, `k`] in int64; -1 after their last position.
+    def read(self, layer: int, samples: Sequence[int], length: int) -> Tensor:
+        """The experts of these samples, [N, `length`, K] in int64; -1 after their last position.
 
-        Raises ValueError for samples that are missing, have more positions or another K, or experts that do not exist.
+        Raises ValueError for samples that are missing or have more positions, and for experts that do not exist or that
+        a position has twice.
         """
         self.check(layer, samples)
-        routes_NSK = torch.full((len(samples), length, k), -1)
-        places = [self.rows[layer][number] for number in samples]
-        for file in {file for file, _ in places}:
-            with safe_open(file, "pt") as tensors:
-                rows = tensors.get_slice(f"layers.{layer}.experts")
-                for routes_SK, (other, row) in zip(routes_NSK, places, strict=True):
-                    if other != file:
-                        continue
-                    found_SK = rows[row].long()
-                    if found_SK.shape[1] != k or len(found_SK) > length or found_SK.max() >= num_experts:
-                        what = f"{[*found_SK.shape]} with experts up to {int(found_SK.max())}"
-                        fits = f"[at most {length}, {k}] with experts below {num_experts}"
-                        raise ValueError(f"{printable(file)}: the routes of layer {layer} are {what}, not {fits}")
-                    routes_SK[: len(found_SK)] = found_SK
+        routes_NSK = torch.full((len(samples), length, self._k), -1)
+        for routes_SK, number in zip(routes_NSK, samples, strict=True):
+            file, row = self.rows[layer][number]
+            status, entries = self._files[file]
+            whole = entries[f"layers.{layer}.experts"]
+            size = whole.nbytes // whole.shape[0]
+            found_SK = read_entry(replace(whole, shape=whole.shape[1:], start=whole.start + row * size), status).long()
+            known_SK = found_SK[found_SK[:, 0] != -1]
+            valid = bool(((known_SK >= 0) & (known_SK < self._num_experts)).all())
+            if not valid or len(found_SK) > length or (known_SK.sort(1).values.diff(dim=1) == 0).any():
+                need = f"at most {length} positions, each with {self._k} different experts below {self._num_experts}"
+                what = f"{printable(file)}: sample {number} of layer {layer} needs {need}, or -1 first"
+                got = f"{len(found_SK)} positions, with experts from {int(found_SK.min())} to {int(found_SK.max())}"
+                raise without_frames(ValueError(f"{what}: got {got}"))
+            routes_SK[: len(found_SK)] = found_SK
         return routes_NSK

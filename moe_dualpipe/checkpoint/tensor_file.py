@@ -115,8 +115,31 @@ def _entries(local: Path, path: Path, first: bytes | bytearray, size: int) -> di
     return entries
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], announce: Announce = lambda _: None) -> None:
-    """Write a new file and sync it. Raises OSError, and ValueError for dtypes without a name."""
+def read_metadata(path: Path) -> dict[str, str]:
+    """The texts in the header of a local file whose tensors `read_header` has found."""
+    with reading(path), safe_open(path, "pt") as opened:
+        return opened.metadata() or {}
+
+
+def read_entry(entry: TensorEntry, status: FileStatus | None) -> Tensor:
+    """Return a tensor, as a new CPU tensor in the stored dtype. Raises ValueError if it cannot be read.
+
+    status: of its file, from `read_header`.
+    """
+    data = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
+    with DataFile(entry.file, status) as opened:
+        opened.read_into(entry.start, data.numpy().data)
+    return data.view(entry.dtype).reshape(entry.shape)
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], announce: Announce = lambda _: None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Write a new file and sync it. metadata: texts for its header.
+
+    Raises OSError, and ValueError for dtypes without a name.
+    """
     parts, addresses = {}, set[int]()
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES.values():
@@ -128,7 +151,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], announce: Announce 
     path.touch(exist_ok=False)
     mode = path.stat().st_mode & 0o777  # that of a new file; the library's files can be read by their owner alone
     try:
-        save_file(parts, path, {"format": "pt"})
+        save_file(parts, path, {"format": "pt", **(metadata or {})})
     except SafetensorError as error:
         number = re.search(r"\(os error (\d+)\)", str(error))
         raise OSError(*(int(number[1]), os.strerror(int(number[1]))) if number else (str(error),)) from None
@@ -184,10 +207,7 @@ class TensorFolder:
             raise ValueError(f"{printable(self.folder)} has no tensor {quoted(name)}")
         file = entry.file.name
         fetch(entry.file, self._checksums.get(file))
-        data = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
-        with DataFile(entry.file, self._statuses[file]) as opened:
-            opened.read_into(entry.start, data.numpy().data)
-        return data.view(entry.dtype).reshape(entry.shape)
+        return read_entry(entry, self._statuses[file])
 
     def close(self) -> None:
         """Remove the copies of files on a store."""

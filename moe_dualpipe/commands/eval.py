@@ -9,12 +9,12 @@ from ..inference.scoring import perplexity
 from ..inference.spread import open_spread
 from ..messages import check_range, printable
 from ..runtime.world import current_launch, join_world
-from .options import DeviceOption, JsonOption, OwnLayerOptions, check_ranges
+from .options import JsonOption, check_ranges
 from .spread_options import SpreadOptions
 
 
 @dataclass(frozen=True)
-class Eval(OwnLayerOptions, SpreadOptions, DeviceOption, JsonOption):
+class Eval(SpreadOptions, JsonOption):
     """Evaluate a model: its perplexity on text (--data), or tasks of lm-evaluation-harness (--tasks).
 
     With torchrun, the experts are spread over the processes, and each scores a part of the text.
@@ -56,7 +56,7 @@ class Eval(OwnLayerOptions, SpreadOptions, DeviceOption, JsonOption):
         check_range("--stride", stride, 1, self.seq_len, hint="; a longer one would leave out tokens")
         if (self.data is None) == (not self.tasks):
             raise ValueError("eval needs --data, the text to evaluate, or --tasks: give one of them")
-        self.check_backend(current_launch().world_size)
+        self.check_spread()
         if self.data is None:
             if current_launch().world_size > 1:
                 raise ValueError("--tasks is for one process: start without torchrun")
@@ -67,7 +67,7 @@ class Eval(OwnLayerOptions, SpreadOptions, DeviceOption, JsonOption):
                 found = evaluate(model, self.tasks, self.include_path, self.num_fewshot, self.limit)
             self.show(found["results"], results_table(found))
             return
-        with join_world(self.device) as world:
+        with self.joined() as world:
             sizes = self.batch_size, self.seq_len
             model, tokenizer, ranks = open_spread(
                 self.model, self.own_layers(), world, *sizes, ep_backend=self.ep_backend

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import torch
 
-from ..checkpoint.routes import write_routes
+from ..checkpoint.routes import check_writable, write_routes
 from ..command_line import Mark, Positional
 from ..data import Tokenizer
 from ..data.strict_json import reading
@@ -21,13 +21,14 @@ from ..inference.generation import recorded_routes
 from ..inference.spread import open_spread
 from ..messages import check_range, printable, typed_text
 from ..models import TransformerStage
-from ..runtime.world import current_launch, join_world
-from .options import DeviceOption, OwnLayerOptions, check_ranges
+from ..runtime.world import current_launch
+from .data import refuse_url
+from .options import check_ranges
 from .spread_options import SpreadOptions
 
 
 @dataclass(frozen=True)
-class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
+class Generate(SpreadOptions):
     """Continue a prompt with the model of a run, which may still be training.
 
     With torchrun, the experts are spread over the processes.
@@ -67,13 +68,16 @@ class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
         check_ranges(self, 0, "sample_tokens", "copies", high=1_000_000)
         check_range("--seed", self.seed, -(2**63), 2**63 - 1)
         sampling = Sampling(self.temperature, self.top_k or None, self.top_p)  # raises ValueError
-        self.check_backend(current_launch().world_size)
+        self.check_spread()
         if self.copies and current_launch().world_size == 1:
             raise ValueError(f"--copies {self.copies} needs several processes: start them with torchrun")
         if self.record_routes and current_launch().world_size > 1:
             raise ValueError("--record-routes is for one process: start without torchrun")
         if self.record_routes and (self.batch_size or self.prompts):
             raise ValueError("--record-routes needs texts of one prompt in one batch: no --batch-size, no --prompts")
+        if self.record_routes:
+            refuse_url(str(self.record_routes))
+            check_writable(self.record_routes.parent, "--record-routes")
         if self.prompts and self.prompt != Generate.prompt:
             raise ValueError("--prompts stands for --prompt: use one of them")
         typed = [self.prompt] if self.prompts is None else _lines(self.prompts)
@@ -81,7 +85,7 @@ class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
         if not all(starts):
             what = "--prompt is empty" if self.prompts is None else f"{printable(self.prompts)} has an empty line"
             raise ValueError(f"{what}: use at least one character for each prompt")
-        with join_world(self.device) as world:  # also of one process: a layer may communicate
+        with self.joined() as world:
             most = -(-len(starts) // world.size)
             sizes = min(self.batch_size or most, most), self.seq_len
             model, tokenizer, ranks = open_spread(
@@ -114,8 +118,8 @@ class Generate(OwnLayerOptions, SpreadOptions, DeviceOption):
                 self.seed, end, first, self.batch_size, ranks,
             ).tolist()  # fmt: skip
         if self.record_routes:
-            samples_N = torch.arange(number)
-            write_routes(self.record_routes, {layer: (samples_N, found) for layer, found in routes.items()})
+            found = {layer: (torch.arange(number), experts_NSK) for layer, experts_NSK in routes.items()}
+            write_routes(self.record_routes, found, {"layers": sorted(routes)})
         texts = [tokens for of_rank in ranks.gather(mine) for tokens in of_rank]
         return [
             tokenizer.decode(prompt + text[: text.index(end) if end in text else None])

@@ -1,5 +1,7 @@
 """Folders with one writer: a second run, export or preparation would break what the first one writes.
 
+A folder that somebody reads may have a shared lock, which keeps its writer from removing it.
+
 The lock is `flock` on a file. The kernel releases it when the process dies. It holds for all machines if NFS or Lustre
 is mounted with locks. Object stores have no locks: there, it holds for the processes of one machine. If two machines
 write the same checkpoint, its files do not match its checksums, and it is skipped.
@@ -41,7 +43,7 @@ def only_writer(folder: Path, lock_file: Path, wait: float | None = None) -> Ite
     made = [parent for parent in lock_file.parents if not parent.exists()]
     end = time.monotonic() + (GRACE if wait is None else wait)
     lock_file.parent.mkdir(parents=True, exist_ok=True)
-    while (descriptor := _locked(lock_file)) is None:
+    while (descriptor := try_lock(lock_file)) is None:
         if time.monotonic() >= end:
             raise _in_use(folder, lock_file)
         time.sleep(0.1)
@@ -61,19 +63,22 @@ def only_writer(folder: Path, lock_file: Path, wait: float | None = None) -> Ite
         os.close(held.pop())
 
 
-def _locked(path: Path) -> int | None:
-    """The descriptor of a locked file; None if another process has the lock."""
+def try_lock(path: Path, kind: int = fcntl.LOCK_EX, flags: int = os.O_RDWR | os.O_CREAT) -> int | None:
+    """The descriptor of a locked file; None if another process has the lock, or has just removed the file.
+
+    kind: LOCK_EX, or LOCK_SH for one that others may share. flags: with which the file is opened. Raises OSError.
+    """
     try:
-        descriptor = open_locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        descriptor = open_locked(path, kind | fcntl.LOCK_NB, flags)
     except BlockingIOError:
         return None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        return os.open(path, os.O_RDWR | os.O_CREAT)
+        return os.open(path, flags)
     if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
         return descriptor
-    os.close(descriptor)  # its holder has just removed it
+    os.close(descriptor)  # it has just been removed
     return None
 
 
@@ -85,12 +90,12 @@ def _in_use(folder: Path, lock_file: Path) -> FolderInUseError:
     )
 
 
-def open_locked(path: Path, kind: int = fcntl.LOCK_EX) -> int:
+def open_locked(path: Path, kind: int = fcntl.LOCK_EX, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     """A descriptor that holds a lock of this kind on a file until it is closed, or the process dies.
 
-    Raises BlockingIOError for one that is held, if `kind` has LOCK_NB.
+    flags: with which the file is opened. Raises BlockingIOError for one that is held, if `kind` has LOCK_NB.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = os.open(path, flags, 0o666)
     try:
         fcntl.flock(descriptor, kind)
     except OSError:

@@ -8,15 +8,15 @@ store exits, too: the machine of the store is cut off, or this one is.
 """
 
 import os
-import pickle
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -32,6 +32,7 @@ PATIENCE = 10.0
 DIAGNOSING_RANKS = 4
 """Number of ranks that read all heartbeats when a run hangs. If all ranks did, a large run would flood the store."""
 _FAILURE, _DIAGNOSES = "failure", "diagnoses"
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -179,16 +180,17 @@ class Watchdog:
         beat = Heartbeat.of(progress, code, seconds, count=self._checks, ended=ended, saving=saving)
         if self._lost_connection is not None:
             beat = replace(beat, waiting=True)
-        self._store.set(str(self.rank), pickle.dumps(beat))  # type: ignore[arg-type]
+        self._store.set(str(self.rank), msgspec.json.encode(beat).decode())
         return beat
 
     def _published(self) -> RankFailure | None:
-        return pickle.loads(self._store.get(_FAILURE)) if self._store.check([_FAILURE]) else None
+        return self._read(_FAILURE, RankFailure)
 
     @staticmethod
     def _publish(store: dist.Store, failure: RankFailure) -> RankFailure:
         """Write `failure` to the store unless it holds one already. Returns the one in the store."""
-        return pickle.loads(store.compare_set(_FAILURE, "", pickle.dumps(failure)))  # type: ignore[arg-type]
+        found = store.compare_set(_FAILURE, "", msgspec.json.encode(failure).decode())
+        return msgspec.json.decode(found, type=RankFailure)
 
     def _exit(self, failure: RankFailure) -> None:
         if failure.fault and self._failing is None:
@@ -199,7 +201,11 @@ class Watchdog:
             end_process(1, f"{program_name()}: rank {self.rank} stops: {who}{failure.text}\n", self._until_read)
 
     def _heartbeat(self, rank: int) -> Heartbeat | None:
-        return pickle.loads(self._store.get(str(rank))) if self._store.check([str(rank)]) else None
+        return self._read(str(rank), Heartbeat)
+
+    def _read(self, key: str, kind: type[_T]) -> _T | None:
+        """The value of a key, as JSON: others may write to the store, and a pickle can run code."""
+        return msgspec.json.decode(self._store.get(key), type=kind) if self._store.check([key]) else None
 
     def _detect(self) -> RankFailure | None:
         """The failure that this check finds, if any."""

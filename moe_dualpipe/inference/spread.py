@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoint import find_model, load_spread_model, open_model, start_tokenizer
+from ..checkpoint.destinations import hold_newest
 from ..checkpoint.expert_loads import LOADS_FILE, read_loads
 from ..checkpoint.weights import OwnLayer
 from ..data import Tokenizer
@@ -38,7 +39,8 @@ def open_spread(
     """
     if world.size == 1:
         return *open_model(path, own_layers, "cpu" if world.device.type == "cpu" else "cuda"), ALONE
-    folder, config = build_on_all_ranks(lambda: find_model(path, own_layers))
+    newest = gather_objects(build_on_all_ranks(lambda: hold_newest(path)))[0]
+    folder, config = build_on_all_ranks(lambda: find_model(path, own_layers, newest))
     machines = gather_objects(find_machine())
     layers, loads, placement = build_on_all_ranks(
         lambda: _place(folder, config, world.size, copies, count_nodes(machines))
@@ -61,8 +63,9 @@ def open_spread(
         batches = plural(ranks.micro_batches(sequences), "micro-batch", "es")
         sys.stderr.write(f"{choice}; {batches} at a time\n")
     placed = dict(zip(layers, placement.experts, strict=True)) if placement else {}
+    tokenizer = start_tokenizer(folder, config.vocab_size)
     model = load_spread_model(folder, config, ByChoice(choice.backend), placed)
-    return model.to(world.device, dtype), start_tokenizer(folder, config.vocab_size), ranks
+    return model.to(world.device, dtype), tokenizer, ranks
 
 
 def _place(

@@ -8,6 +8,7 @@ On GPUs, each group has two backends: NCCL for CUDA tensors, and gloo for CPU te
 sent with gloo, because an NCCL kernel would wait for the queued computation and occupy multiprocessors (SMs).
 """
 
+import itertools
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,7 @@ from ..schedule import Placement
 from .launch import Launch
 from .layout import Layout
 
+_meetings = itertools.count()
 MOST_CONNECTED = 64
 """In larger worlds, gloo connects two ranks when they first send to each other. Otherwise it connects all pairs of a
 group at once: each of 4,096 ranks would open 4,095 sockets and read the addresses of all ranks."""
@@ -48,9 +50,9 @@ def init_world(
 def rendezvous(launch: Launch, timeout: float | None) -> dist.Store:
     """The store where the processes of this attempt meet. timeout: seconds that an operation waits.
 
-    torchrun may use one store for all attempts, which still has the addresses of dead ranks. If it does not, machines
-    may differ in the number of restarts: one that was added has none. Raises ValueError, on one line, if no address is
-    set or nobody answers there.
+    A process may meet the others several times in one store. torchrun may use one store for all attempts, too, which
+    still has the addresses of dead ranks. If it does not, machines may differ in the number of restarts: one that was
+    added has none. Raises ValueError, on one line, if no address is set or nobody answers there.
     """
     wait: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
     try:
@@ -59,7 +61,8 @@ def rendezvous(launch: Launch, timeout: float | None) -> dist.Store:
         reason = printable(str(error).partition("\n")[0].removesuffix("."))
         way_out = "check MASTER_ADDR and MASTER_PORT, which torchrun sets, and that all ranks start"
         raise ValueError(f"rank {launch.rank} does not reach the other ranks: {reason}: {way_out}") from None
-    return dist.PrefixStore(f"attempt {launch.restarts}", store) if _agents_share_store() else store
+    attempt = launch.restarts if _agents_share_store() else 0
+    return dist.PrefixStore(f"attempt {attempt}, meeting {next(_meetings)}", store)
 
 
 def _agents_share_store() -> bool:

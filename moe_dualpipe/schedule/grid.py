@@ -15,12 +15,15 @@ class ScheduleError(ValueError):
 
 
 def grid(rows: Sequence[Sequence[Step]], marked: Collection[Cell] = ()) -> str:
-    """Return the steps as text, one line per rank. A long grid is cut to the columns near the `marked` cells."""
-    length = max(map(len, rows), default=0)
+    """Return the steps as text, one line per rank.
+
+    A long grid is cut to the columns near the `marked` cells, or to the first ones.
+    """
+    length, marked = max(map(len, rows), default=0), {*marked}
     first, last = 0, length
-    if marked and length > 4 * _AROUND:
-        first = max(0, min(step for _, step in marked) - _AROUND)
-        last = min(length, max(step for _, step in marked) + _AROUND + 1)
+    if length > 4 * _AROUND:
+        columns = [step for _, step in marked] or [0]
+        first, last = max(0, min(columns) - _AROUND), min(length, max(columns) + _AROUND + 1)
     label = max(len(f"rank {len(rows) - 1}"), 7) + 1
     cells = [
         [f">{row[i]}<" if (rank, i) in marked else str(row[i]) for i in range(first, min(last, len(row)))]

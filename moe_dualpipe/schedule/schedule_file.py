@@ -7,6 +7,8 @@ from .actions import Recv, Send
 from .schedule import Schedule, steps_from_csv
 from .validate import validate, validate_transfers
 
+MAX_BYTES = 1 << 26
+
 
 def is_file_name(name: str) -> bool:
     """Whether `name` is that of a file, and not that of a schedule."""
@@ -19,6 +21,8 @@ def read_schedule(path: Path) -> tuple[Schedule, int]:
     Raises ValueError, with the line and the cell, if the file is not a schedule; ScheduleError if it may hang;
     OSError for one that cannot be read.
     """
+    if path.is_fifo() or path.is_char_device() or (path.is_file() and path.stat().st_size > MAX_BYTES):
+        raise ValueError(f"{printable(path)} is not a file of at most {MAX_BYTES:,} bytes")
     try:
         steps = steps_from_csv(path.read_text(encoding="utf-8-sig"))  # without the byte order mark of spreadsheets
     except ValueError as error:

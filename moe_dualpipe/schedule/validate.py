@@ -3,7 +3,8 @@
 1. The rank, stage and micro-batch of every action exist, and the action is on the rank that holds its stage.
 2. Every stage runs every micro-batch forward exactly once and backward exactly once: B, or I and W.
 3. The order can run: no rank waits forever for a result.
-4. The order with sends and receives can run, even if they block. Every result that another rank needs is sent once,
+4. All stages of a rank have the same ranks: they sum the gradients of their replicas in one group.
+5. The order with sends and receives can run, even if they block. Every result that another rank needs is sent once,
    after it is computed, and received once, before it is used. No transfers wait for each other in a cycle.
 """
 
@@ -11,7 +12,7 @@ from collections import deque
 from typing import NoReturn
 
 from ..messages import plural
-from .actions import Backward, Forward, Part, Recv, Send, Step, members
+from .actions import Action, Backward, Forward, Part, Recv, Send, Step, members
 from .comms import add_comms, carried, destination
 from .grid import Cell, ScheduleError, grid
 from .schedule import Schedule
@@ -27,12 +28,19 @@ def validate(schedule: Schedule) -> Schedule:
     """Return `schedule` unchanged if it obeys all rules. Raise ScheduleError otherwise."""
     _check_cells(schedule)
     _check_counts(schedule)
+    _check_holders(schedule)
     try:
         steps = add_comms(schedule)
     except DeadlockError as deadlock:
+        known = {
+            produces(member)
+            for rank, actions in enumerate(schedule.actions)
+            for action in actions[: deadlock.waiting.get(rank, len(actions))]
+            for member in members(action)
+        }
         stuck = [
-            f"rank {rank} needs {_missing(schedule, rank, deadlock.waiting)} before {schedule.actions[rank][i]}"
-            for rank, i in deadlock.waiting.items()
+            f"rank {rank} needs {_missing(schedule, action, known)} before {action}"
+            for rank, action in ((rank, schedule.actions[rank][i]) for rank, i in deadlock.waiting.items())
         ]
         problem = "the order deadlocks: " + "; ".join(stuck)
         raise _error(schedule, problem, list(deadlock.waiting.items())) from None
@@ -41,7 +49,7 @@ def validate(schedule: Schedule) -> Schedule:
 
 
 def validate_transfers(schedule: Schedule, steps: Steps) -> None:
-    """Raise ScheduleError unless rule 4 holds for `steps`: a valid schedule's actions, sends and receives."""
+    """Raise ScheduleError unless rule 5 holds for `steps`: a valid schedule's actions, sends and receives."""
     # Only transfers can block: `_check_transfers` ensures that the inputs of an action are received before it.
     queues = _check_transfers(schedule, steps)
     done = [0] * schedule.num_ranks
@@ -108,6 +116,16 @@ def _check_counts(schedule: Schedule) -> None:
             raise _error(schedule, f"stage {stage} runs micro-batch {micro_batch} with {problem}", marked)
 
 
+def _check_holders(schedule: Schedule) -> None:
+    placement = schedule.placement
+    for rank, (first, *others) in enumerate(placement.stages):
+        for stage in others:
+            if (found := placement.holders(stage)) != (expected := placement.holders(first)):
+                problem = f"rank {rank} holds stage {first}, as do ranks {expected}, and stage {stage}, as do {found}"
+                cells = [(rank, i) for i, one in enumerate(schedule.actions[rank]) if members(one)[0].stage == stage]
+                raise _error(schedule, f"{problem}: all stages of a rank must have the same ranks", cells)
+
+
 def _check_transfers(schedule: Schedule, steps: Steps) -> list[Queue]:
     """Check that every result for another rank is sent once and received once, in the right place."""
 
@@ -156,16 +174,10 @@ def _check_transfers(schedule: Schedule, steps: Steps) -> list[Queue]:
     return queues
 
 
-def _missing(schedule: Schedule, rank: int, waiting: dict[int, int]) -> str:
-    """Name the results that the next action of `rank` needs and that no rank has computed."""
-    known = {
-        produces(member)
-        for other, actions in enumerate(schedule.actions)
-        for action in actions[: waiting.get(other, len(actions))]
-        for member in members(action)
-    }
+def _missing(schedule: Schedule, action: Action, known: set[Result]) -> str:
+    """Name the results that `action` needs and that are not `known`."""
     wanted = []
-    for member in members(schedule.actions[rank][waiting[rank]]):
+    for member in members(action):
         missing = [need for need in needs(member, schedule.num_stages) if need not in known]
         if isinstance(member, Backward) and member.part is Part.WEIGHT:
             wanted += [str(Backward(member.stage, member.micro_batch, Part.INPUT)) for _ in missing]

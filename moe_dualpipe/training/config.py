@@ -125,7 +125,7 @@ class BatchConfig:
     replay_routes: str | None = None
     """Train with the experts in this folder or file, instead of those that the router chooses."""
     micro_batch_size: int | None = None
-    """Sequences per micro-batch. None: 2, or 1 if the schedule needs more micro-batches."""
+    """Sequences per micro-batch. None: 2, or 1 if the schedule needs more micro-batches; as a CSV file needs."""
 
 
 @dataclass(frozen=True, slots=True)

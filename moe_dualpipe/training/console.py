@@ -6,6 +6,7 @@ What is printed matters less than the run: output that cannot be written, as on 
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from tqdm import tqdm
@@ -18,6 +19,7 @@ from ..models import split
 from ..runtime.launch import Launch
 from .memory_check import memory_line
 from .metrics import Metrics, merged
+from .options import words_to_resume
 from .resolve import Run
 from .sinks import Sink
 
@@ -158,4 +160,5 @@ class Console:
             return f"CheckpointConfig(resume={run!r})"
         launch = Launch.from_environment()
         program = training_command(launch.local_world_size if launch.world_size > 1 else None)
-        return " ".join(map(shell_word, [*program, "--resume", run, "--steps", str(steps)]))
+        words = map(shell_word, [*program, "--resume", run, "--steps", str(steps)])
+        return " ".join([*words, *words_to_resume(self.run.folder or Path(), self.config)])

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def choose(
     Errors name the nearest layout that fits, if there is one; if memory is the reason, `problem` does.
     """
     asked = None
+    _of_file.cache_clear()
     try:
         asked = _asked(config, processes)
         why = problem(asked)
@@ -73,7 +75,9 @@ def _asked(config: TrainConfig, processes: int) -> Choice:
     pp = parallel.pp or processes // parallel.ep
     layout = Layout(pp, processes // pp, parallel.ep)
     check_ep(layout.ep, config.model.num_experts, layout.dp, f" ({whole} / {plural(pp, 'pipeline rank')})")
-    if not typed:
+    if not typed and is_file_name(parallel.schedule):
+        typed = config.batch.batch_size // layout.dp // _read(parallel.schedule).num_micro_batches
+    elif not typed:
         with suppress(ValueError):
             return _choice(config, layout, parallel.schedule, DEFAULT_SIZE)
     return _choice(config, layout, parallel.schedule, typed or 1)
@@ -126,7 +130,7 @@ def _choice(config: TrainConfig, layout: Layout, name: str, size: int) -> Choice
 def _schedule(name: str, pp: int, micro_batches: int, chunks: int | None) -> Schedule:
     if not is_file_name(name):
         return build(name.removesuffix(FILL), pp, micro_batches, chunks)
-    schedule, _ = read_schedule(Path(name))
+    schedule = _read(name)
     if chunks is not None:
         raise ValueError(f"--schedule {printable(name)} defines the stages of a rank: remove parallel.num_chunks")
     if (schedule.num_ranks, schedule.num_micro_batches) != (pp, micro_batches):
@@ -134,6 +138,22 @@ def _schedule(name: str, pp: int, micro_batches: int, chunks: int | None) -> Sch
         found = f"is for {ranks} and {plural(own, 'micro-batch', 'es')}: got {pp} and {micro_batches}"
         raise ValueError(f"--schedule {printable(name)} {found}")
     return schedule
+
+
+def _read(name: str) -> Schedule:
+    """The schedule in a file."""
+    if isinstance(found := _of_file(name), Exception):
+        raise found
+    return found
+
+
+@cache
+def _of_file(name: str) -> Schedule | ValueError | OSError:
+    """The schedule in a file, or why there is none: a choice tries many layouts."""
+    try:
+        return read_schedule(Path(name))[0]
+    except (ValueError, OSError) as error:
+        return error
 
 
 def listed_layers(config: TrainConfig) -> tuple[int, ...]:

@@ -21,8 +21,9 @@ from ..checkpoint.destinations import run_of
 from ..command_line import Option, OptionError, entry, options_of, parser_of, shown, unknown_option
 from ..data import stores
 from ..health.program import program_name
-from ..messages import printable, quoted, typed_text
+from ..messages import printable, quoted, shell_word, typed_text
 from ..models import PRESETS
+from ..models.config import BUILT_IN
 from ..schedule import FILL, NAMES
 from ..schedule.schedule_file import is_file_name
 from .config import DEFAULT_PRESET, CheckpointConfig, TrainConfig
@@ -62,6 +63,10 @@ _ONCE = (
     "metrics.profile",
 )
 """Keys of a run that do not hold for its continuation."""
+_WRITTEN = (
+    "checkpoint.out", "checkpoint.export", "checkpoint.staging", "batch.record_routes", "metrics.wandb",
+)  # fmt: skip
+"""Keys that say where a run writes."""
 _CHOSEN = (
     "parallel.pp", "parallel.schedule", "batch.micro_batch_size", "compute.compile", "compute.dtype",
 )  # fmt: skip
@@ -163,12 +168,48 @@ def parse(arguments: Sequence[str], quiet: bool = False, defaults: TrainConfig |
     base = dict(saved or {}) if file is None else read_toml(Path(file))
     if "preset" in typed or "checkpoint.weights" in typed:
         base = {key: value for key, value in base.items() if not key.startswith("model.") and key != "preset"}
+    if base:
+        _check_trust(Path(file) if file else _run_file(resume or ""), base, typed)
     config = build_config(base | typed, defaults)
     if not base:
         return Request(config, frozenset(typed))
     old = build_config(base | {"checkpoint.resume": resume} if resume else base, defaults)
     changed = [key for key in typed if key not in _ONCE and value_of(old, key) != value_of(config, key)]
     return Request(config, frozenset(changed), saved, from_file=True)
+
+
+def _check_trust(file: Path | None, values: Mapping[str, Any], typed: Mapping[str, Any]) -> None:
+    """Raise OptionError if a file from elsewhere names code or outputs that the command line does not name."""
+    named = {} if file is None else _must_be_typed(file, values)
+    if words := [word for key, word in named.items() if key not in typed]:
+        what = f"{printable(file)} is not in the current folder and names code or outputs"
+        raise OptionError(f"{what}: if you trust it, add {' '.join(words)}")
+
+
+def words_to_resume(folder: Path, config: TrainConfig) -> list[str]:
+    """What to type beside `--resume folder` of a run with these options, quoted for a shell."""
+    kept = {key: value_of(config, key) for key in all_keys() if key not in (*_ONCE, "checkpoint.out")}
+    return [*_must_be_typed(folder / OPTIONS_FILE, kept).values()]
+
+
+def _must_be_typed(file: Path, values: Mapping[str, Any]) -> dict[str, str]:
+    """What to type for the code and the outputs in `values`, by key. Empty for a file in or below the current folder.
+
+    A file from elsewhere may be that of a stranger.
+    """
+    if stores.url_of(file) is None and Path(os.path.abspath(file)).is_relative_to(Path.cwd()):
+        return {}
+    named = {key: values.get(key) for key in _WRITTEN}
+    if resume := values.get("checkpoint.resume"):
+        named["checkpoint.out"] = named["checkpoint.out"] or run_of(resume)
+    layers = {f"model.{kind}": values.get(f"model.{kind}", built_in[0]) for kind, built_in in BUILT_IN.items()}
+    named |= {key: layer for key, layer in layers.items() if layer not in BUILT_IN[key.removeprefix("model.")]}
+    return {key: _as_typed(key, value) for key, value in named.items() if value}
+
+
+def _as_typed(key: str, value: str) -> str:
+    """A value as on a command line, such as "--experts my.py:Experts"."""
+    return f"--{_FLAG_OF[key]} {shell_word(value)}" if key in _FLAG_OF else f"--set {shell_word(f'{key}={value}')}"
 
 
 def saved_values(resume: str | None) -> dict[str, Any] | None:

@@ -174,7 +174,8 @@ def prepare(
     else:
         refuse(no_folder_rules(config))
     # The lock comes before the checkpoint is chosen: another run may be writing its last one.
-    agreed = agree(folder, device, launch, config.health.timeout, stack)
+    start = config.checkpoint.resume or config.checkpoint.weights
+    agreed = agree(folder, device, launch, config.health.timeout, stack, start)
     return resolve(request, Facts(launch, device, agreed, given, instruments, from_command))
 
 
@@ -322,9 +323,9 @@ def run_folder(options: CheckpointConfig, name: str) -> Path:
 
 def find_start(request: Request, config: TrainConfig, facts: Facts) -> Start:
     """The checkpoint or the weights, which must fit the options. Raises ValueError."""
-    options, given = config.checkpoint, facts.given
-    resume = facts.agreed.resume or (find_checkpoint(options.resume) if options.resume else None)
-    weights = find_weights(options.weights) if options.weights and not resume else None
+    options, given, newest = config.checkpoint, facts.given, facts.agreed.newest
+    resume = facts.agreed.resume or (find_checkpoint(options.resume, newest=newest) if options.resume else None)
+    weights = find_weights(options.weights, newest) if options.weights and not resume else None
     first_step, differences = 0, []
     if resume:
         if request.saved is None and "checkpoint.resume" in request.typed and "batch.data" not in request.typed:

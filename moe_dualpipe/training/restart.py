@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint import find_checkpoint
+from ..checkpoint.destinations import hold_newest
 from ..checkpoint.manifest import RUN_FILE
 from ..data import stores
 from ..data.one_writer import GRACE, LOCK_FILE, LOST, only_writer
@@ -35,41 +36,45 @@ from .metrics import FILE as METRICS_FILE
 class Agreed:
     """folder: of the run. resume: the checkpoint to go on from after a restart. free: bytes that each rank can use.
 
-    resume is None for a new run, and free if it is unknown. store: the rendezvous store.
+    resume is None for a new run, and free if it is unknown. store: the rendezvous store. newest: the step of the newest
+    checkpoint of the run that this one starts from.
     """
 
     folder: Path | None
     resume: Path | None = None
     free: int | None = None
     store: dist.Store | None = None
+    newest: int | None = None
 
 
 def agree(
-    folder: Path | None, device: torch.device, launch: Launch, timeout: float, stack: ExitStack | None = None
-) -> Agreed:
+    folder: Path | None, device: torch.device, launch: Launch, timeout: float, stack: ExitStack | None = None,
+    start: str | None = None,
+) -> Agreed:  # fmt: skip
     """Collective over the processes of `launch`. folder: where this process would write the run.
 
-    stack: holds the lock of the run's folder, on the first rank, until it is closed; None: no lock. Raises ValueError,
-    on all ranks, if another process has the lock, and if the checkpoint that others go on from cannot be read here.
+    start: the run or the weights to start from. stack: holds the lock of the run's folder, on the first rank, until it
+    is closed; None: no lock. Raises ValueError, on all ranks, if another process has the lock, and if the checkpoint
+    that others go on from, or `start`, cannot be read here.
     """
     newest = newest_checkpoint(folder) if folder else None
     own = {"folder": str(folder or ""), "resume": newest.name if newest else "", "free": _free(device, launch)}
     store = None
     if dist.is_initialized() or launch.world_size == 1:
         told = gather_objects(own)
-        decided = gather_objects(_decide(told, stack) if launch.rank == 0 else {})[0]
+        decided = gather_objects(_decide(told, stack, start) if launch.rank == 0 else {})[0]
     else:
         with joining(launch.rank, timeout):
             store = rendezvous(launch, timeout)
             store.set(f"agree/{launch.rank}", json.dumps(own))
             if launch.rank == 0:
                 told = [json.loads(store.get(f"agree/{rank}")) for rank in range(launch.world_size)]
-                store.set("agreed", json.dumps(_decide(told, stack)))
+                store.set("agreed", json.dumps(_decide(told, stack, start)))
             decided = json.loads(store.get("agreed"))
     if decided["problem"]:
         raise ValueError(decided["problem"])
     if not decided["resume"]:
-        return Agreed(folder, None, decided["free"], store)
+        return Agreed(folder, None, decided["free"], store, decided["newest"])
     where = Path(decided["folder"])
     resume = where / "checkpoints" / decided["resume"]
     if stores.url_of(where) is None and not (resume / RUN_FILE).is_file():
@@ -77,18 +82,19 @@ def agree(
     return Agreed(where, find_checkpoint(str(resume)), decided["free"], store)
 
 
-def _decide(told: list[dict], stack: ExitStack | None) -> dict:
-    """What holds for all ranks. problem: why the folder cannot be locked; "" if it is."""
+def _decide(told: list[dict], stack: ExitStack | None, start: str | None) -> dict:
+    """What holds for all ranks. problem: why the folder cannot be locked, or `start` be read; "" if they can."""
     known = [one["free"] for one in told if one["free"] is not None]
     goes_on = next((one for one in told if one["resume"]), told[0])
-    decided = {**goes_on, "free": min(known, default=None), "problem": ""}
-    if stack is not None and decided["folder"]:
-        folder = Path(decided["folder"])
-        wait = LOST if decided["resume"] else GRACE  # the first rank may have been on a machine that was lost
-        try:
+    decided = {**goes_on, "free": min(known, default=None), "problem": "", "newest": None}
+    try:
+        if stack is not None and decided["folder"]:
+            folder = Path(decided["folder"])
+            wait = LOST if decided["resume"] else GRACE  # the first rank may have been on a machine that was lost
             stack.enter_context(only_writer(folder, folder / LOCK_FILE, wait))
-        except (ValueError, OSError) as error:
-            decided["problem"] = describe(error)
+        decided["newest"] = None if decided["resume"] else hold_newest(start)
+    except (ValueError, OSError) as error:
+        decided["problem"] = describe(error)
     return decided
 
 

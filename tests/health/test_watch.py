@@ -1,5 +1,7 @@
 """What the thread of a rank finds out about the others. Time is a number of checks, which these tests make."""
 
+import os
+import pickle
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +74,28 @@ def test_a_process_that_is_gone_has_vanished_unless_it_ended_between_two_reads(r
     assert watchdog._detect() is None and watchdog._next == 2
     watchdog._heartbeat, beats[2] = beats.get, gone
     assert watchdog._detect() == RankFailure(2, f"vanished, last seen in step 3, 0F1: its process {gone.pid} is gone")
+
+
+class Attack:
+    def __reduce__(self):
+        return os.putenv, ("ATTACKED", "yes")
+
+
+@pytest.mark.parametrize("key,read", [("failure", "_published"), ("1", "_heartbeat")])
+def test_what_a_stranger_writes_to_the_store_is_not_run(rank_0, key, read):
+    watchdog, _ = rank_0
+    watchdog._store.set(key, pickle.dumps(Attack()))
+    with pytest.raises(ValueError):
+        getattr(type(watchdog), read)(watchdog, *([1] if key == "1" else []))
+
+
+def test_a_heartbeat_and_a_failure_are_read_as_they_were_written(rank_0):
+    watchdog, _ = rank_0
+    sent = watchdog._send_heartbeat(ended=True)
+    assert Watchdog._heartbeat(watchdog, 0) == sent and Watchdog._heartbeat(watchdog, 3) is None
+    first, second = RankFailure(None, "é", "at line 1"), RankFailure(2, "later")
+    assert [watchdog._publish(watchdog._store, one) for one in (first, second)] == [first, first]
+    assert watchdog._published() == first
 
 
 STUCK = "the ranks wait for each other: "

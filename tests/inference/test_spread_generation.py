@@ -1,14 +1,19 @@
 """Generation with experts spread over ranks, with copies, and through a pipeline: the texts of one process."""
 
 import dataclasses
+import os
 import re
 import shutil
+import signal
+import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_dualpipe.checkpoint import find_checkpoint, find_model, load_spread_model, open_model, read_manifest
 from moe_dualpipe.cli import main
+from moe_dualpipe.commands import generate as generate_command
 from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.inference import Sampling, generate, generate_through_pipeline
 from moe_dualpipe.inference.spread import _place, open_spread
@@ -16,7 +21,7 @@ from moe_dualpipe.models import MoE, StageOptions, build_model
 from moe_dualpipe.pipeline import Numerics, Pipeline
 from moe_dualpipe.runtime.world import World
 from moe_dualpipe.schedule import build
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, started
 from tests.support.runs import MODEL, ROOT, SHALLOW, settings, torchrun, train, train_and_listen
 
 SPREAD = dataclasses.replace(SHALLOW, num_layers=3, num_experts=6, experts_per_token=2, router_bias=True)
@@ -119,6 +124,34 @@ def test_the_commands_under_torchrun_print_what_one_process_prints(run, tmp_path
     assert ended.returncode == 0 and ended.stderr.count("; 2 micro-batches at a time\n") == 1
     speed = re.compile(r"[\d,]+ tokens/s")
     assert speed.sub("", ended.stdout) == speed.sub("", expected)
+
+
+def generate_until(number, rank, folder, port, log):
+    """A process of `generate` under torchrun. Rank 1 sends itself a signal before its texts."""
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    sys.argv = ["moe-dualpipe", "generate"]
+    if rank == 1:
+        generate_command.generate = lambda *_: os.kill(os.getpid(), number)
+    words = ["--num", "2", "--sample-tokens", "4", "--device", "cpu", "--timeout", "4", "--ep-backend", "all_to_all"]
+    sys.exit(main(["generate", str(folder), *words]))
+
+
+@pytest.mark.parametrize("number,why", [(signal.SIGSTOP, "no sign of life for 2 s"), (signal.SIGKILL, "its process")])
+def test_a_process_that_dies_or_stops_ends_the_others_with_one_line(run, tmp_path, number, why):
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    logs = [tmp_path / "0", tmp_path / "1"]
+    arguments = [(number, rank, run / "run", store.port, log) for rank, log in enumerate(logs)]
+    with started(generate_until, arguments) as (first, _):
+        first.join(60)
+        assert first.exitcode == 1
+    *_, line = logs[0].read_text().splitlines()
+    assert line.startswith("moe-dualpipe: rank 0 stops: rank 1 vanished") and why in line
+    assert "Traceback" not in logs[0].read_text()
 
 
 def test_only_a_newline_ends_a_prompt(run, tmp_path, capsys):

@@ -4,6 +4,8 @@ A second derivative of any operator is right, or an error. It is never silently 
 """
 
 import itertools
+import os
+import signal
 import threading
 from contextlib import nullcontext
 from functools import partial
@@ -236,6 +238,28 @@ def test_gather_sum_of_bf16_rows_rounds_once():
 
 
 # ---- the library of products, which follows from the machine ----
+
+
+def test_a_process_that_is_forked_during_a_product_of_another_thread_has_torchs_setting_and_the_lock():
+    before, inside, leave = products._SETTING.fp32_precision, threading.Event(), threading.Event()
+
+    def multiply():
+        with products._onednn():
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=multiply)
+    thread.start()
+    inside.wait()
+    threading.Timer(0.2, leave.set).start()
+    if not (child := os.fork()):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(5)  # ends a child that waits for the lock
+        found = products._SETTING.fp32_precision
+        with products._onednn():
+            os._exit(found != before)
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def dense(matrix):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_dualpipe.runtime import groups
 from moe_dualpipe.runtime.groups import (
     Nccl,
     build_groups,
@@ -51,9 +52,15 @@ def test_each_restart_has_its_own_part_of_a_store_of_all_attempts(monkeypatch, s
     store = dist.HashStore()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(shared))
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
-    old, new = (rendezvous(Launch(0, 0, 2, 1, restarts=restarts), 1.0) for restarts in (2, 1))
+
+    def stores(restarts, *meetings):
+        monkeypatch.setattr(groups, "_meetings", iter(meetings))
+        return [rendezvous(Launch(0, 0, 2, 1, restarts=restarts), 1.0) for _ in meetings]
+
+    (old, again), (new,) = stores(2, 0, 1), stores(1, 0)
     old.set("address of rank 0", "of a dead process")
     assert new.check(["address of rank 0"]) != shared
+    assert not again.check(["address of rank 0"])  # as in a program that trains twice
 
 
 @pytest.fixture

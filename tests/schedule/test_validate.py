@@ -4,6 +4,7 @@
 """
 
 import itertools
+import time
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,9 @@ from moe_dualpipe.schedule import (
     Forward,
     Overlap,
     Part,
+    Placement,
     Recv,
+    Schedule,
     ScheduleError,
     Send,
     add_comms,
@@ -25,6 +28,7 @@ from moe_dualpipe.schedule import (
     validate_transfers,
 )
 from moe_dualpipe.schedule.comms import carried
+from moe_dualpipe.schedule.grid import grid
 from moe_dualpipe.schedule.walk import needs, produces, walk
 from tests.support.schedules import SIZES
 
@@ -90,6 +94,38 @@ def test_a_long_grid_is_cut_to_the_columns_near_the_marked_cells():
         validate(with_row(schedule, 1, (*row[:40], Forward(1, 3), *row[40:])))
     lines = str(error.value).splitlines()
     assert lines[1] == "steps 1 to 45 of 61:" and ">1F3<" in lines[3]  # the first 1F3 is at step 6
+
+
+def test_a_grid_without_marks_is_cut_and_one_with_many_is_drawn_at_once():
+    row = tuple(Forward(0, i) for i in range(20_000))
+    assert grid([row]).splitlines()[0] == "steps 0 to 5 of 20000:"
+    begin = time.process_time()
+    assert grid([row], [(0, i) for i in range(20_000)]).count(">") == 20_000
+    assert time.process_time() - begin < 4
+
+
+def holders(*routes):
+    """A schedule of two micro-batches for each route, which rank after rank runs without overlap."""
+    size = 2 * len(routes)
+    placement = Placement(routes)
+    rows = [[] for _ in range(placement.num_ranks)]
+    for i in range(size):
+        for action, stages in ((Forward, range(len(routes[0]))), (Backward, reversed(range(len(routes[0]))))):
+            for stage in stages:
+                rows[placement.route_of(i, size)[stage]].append(action(stage, i))
+    return Schedule("mine", placement, size, tuple(map(tuple, rows)))
+
+
+def test_all_stages_of_a_rank_have_the_same_ranks():
+    """Otherwise, ranks with different stages would sum gradients in one group, and disagree on what it exchanges."""
+    for routes in ([(0, 1), (1, 0)], [(0, 1, 0, 1)], [(0, 1, 2, 3), (3, 2, 1, 0)], [(0, 1), (2, 3)]):
+        assert validate(holders(*routes))
+    for routes, problem in (
+        ([(0, 1, 0), (2, 1, 0)], r"rank 0 holds stage 0, as do ranks \(0, 2\), and stage 2, as do \(0,\): all stages"),
+        ([(0, 1), (1, 2)], r"rank 1 holds stage 1, as do ranks \(1, 2\), and stage 0, as do \(0, 1\): all stages of a"),
+    ):
+        with pytest.raises(ScheduleError, match=problem):
+            validate(holders(*routes))
 
 
 TWO = build("1f1b", 2, 2)

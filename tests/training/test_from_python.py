@@ -133,6 +133,22 @@ def test_torchrun_trains_and_prints_the_command_that_resumes_the_run(tmp_path):
     assert list(losses(records(out))) == [1, 2, 3, 4, 5, 6]
 
 
+def losses_of_two_runs(rank, config, port):
+    """Two runs, one after the other, in a process that torchrun has started with the store at `port`."""
+    dist.destroy_process_group()
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    return [losses(train_in_memory(config)[0]) for _ in range(2)]
+
+
+def test_a_program_trains_twice_under_torchrun():
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    first, second = run_ranks(2, losses_of_two_runs, config_of(None), store.port, timeout=40)[0]
+    assert first == second and len(first) == 3
+
+
 # ---- What a program or a callback sets in the process changes no number of a run, or is one error ----
 
 

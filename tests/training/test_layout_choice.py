@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from moe_dualpipe.models import ModelConfig, split
 from moe_dualpipe.runtime.layout import divisors
 from moe_dualpipe.schedule import NAMES, Costs, build, fill
+from moe_dualpipe.training import layout_choice
 from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.layout_choice import choose
 from moe_dualpipe.training.options import parse_arguments
@@ -137,13 +138,26 @@ def test_the_schedule_of_a_run_is_that_of_the_file_or_the_file_is_refused(tmp_pa
     monkeypatch.chdir(tmp_path)
     mine = fill(build("dualpipe", 2, 4), Costs(F=29, B=49, W=16, FB=60))
     (tmp_path / "mine.csv").write_text(mine.to_csv())
-    for processes, batch in ((2, 8), (4, 16)):
+    for processes, batch, size in ((2, 8, 2), (4, 16, 2), (2, 12, 3), (2, 4, 1)):
         chosen = choice(processes, "--pp", "2", "--batch-size", batch)
-        assert (chosen.schedule, chosen.micro_batch_size, chosen.layout.pp) == (mine, 2, 2)
+        assert (chosen.schedule, chosen.micro_batch_size, chosen.layout.pp) == (mine, size, 2)
+    file = "--schedule mine.csv"
     for processes, words, problem in (
-        (2, ["--batch-size", "16"], "mine.csv is for 2 pipeline ranks and 4 micro-batches: got 2 and 16; use"),
-        (3, ["--batch-size", "24"], "mine.csv is for 2 pipeline ranks and 4 micro-batches: got 3 and 24; use"),
-        (2, ["--set", "parallel.num_chunks=2"], "mine.csv defines the stages of a rank: remove parallel.num_chunks"),
+        (2, ["--micro-batch-size", "1"], f"{file} is for 2 pipeline ranks and 4 micro-batches: got 2 and 16; use"),
+        (2, ["--batch-size", "3"], f"{file} is for 2 pipeline ranks and 4 micro-batches: got 2 and 3; use"),
+        (3, ["--batch-size", "24"], f"{file} is for 2 pipeline ranks and 4 micro-batches: got 3 and 4; use"),
+        (2, ["--set", "parallel.num_chunks=2"], f"{file} defines the stages of a rank: remove parallel.num_chunks"),
+        (2, ["--set", "parallel.layers=1,2,1"], "parallel.layers 1,2,1 is for 3 stages, and the schedule has 2"),
     ):
-        with pytest.raises(ValueError, match=f"^--schedule {problem}"):
+        with pytest.raises(ValueError, match=f"^{problem}"):
             choice(processes, *words)
+
+
+def test_a_file_that_is_no_schedule_is_read_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.csv").write_text("0F0,0F0,0B0")
+    reads, read = [], layout_choice.read_schedule
+    monkeypatch.setattr(layout_choice, "read_schedule", lambda path: reads.append(path) or read(path))
+    with pytest.raises(ValueError, match=r"^mine\.csv: stage 0 runs micro-batch 0 with 2 forwards"):
+        choice(2)
+    assert len(reads) == 1

@@ -4,6 +4,8 @@ import contextlib
 import io
 import math
 import re
+import shlex
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.layout_choice import choose
 from moe_dualpipe.training.options import (
     FLAGS,
+    OptionError,
     all_keys,
     build_config,
     changes,
@@ -26,6 +29,7 @@ from moe_dualpipe.training.options import (
     read_toml,
     to_toml,
     value_of,
+    words_to_resume,
 )
 from moe_dualpipe.training.rules import RANGES, check_options
 from tests.support.runs import SMALL, make_run, option_values, options, records, without_clocks
@@ -136,7 +140,8 @@ def round_trip(config, folder):
     return parse_arguments([str(file)])
 
 
-def test_every_key_comes_back_from_run_toml(tmp_path):
+def test_every_key_comes_back_from_run_toml(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a file from elsewhere may not name code
     values = {key: value for key, value in changed_values().items() if key != "checkpoint.out"}
     config, default = build_config(values), build_config({})
     assert all(value_of(config, key) != value_of(default, key) for key in values)
@@ -200,6 +205,47 @@ def test_the_run_toml_of_a_run_repeats_it_and_resume_continues_it_bit_for_bit(tm
     assert 'resume = "none"' in (tmp_path / "c" / "run.toml").read_text()  # where the run started, not where it goes on
     printed = started("--resume", tmp_path / "c", "--steps", 5, "--lr", 0.02)
     assert "changed: optim.lr 0.01 -> 0.02; this changes the mathematics\n" in printed
+
+
+# ---- Files of strangers ----
+
+
+@pytest.mark.parametrize("values,words", [
+    ({"model.experts": "evil.py:X"}, "--experts evil.py:X"),
+    ({"model.router": "evil:X", "model.block": "e v.py:X"}, "--router evil:X --block 'e v.py:X'"),
+    ({"checkpoint.out": "/home/me"}, "--out /home/me"),
+    ({"batch.record_routes": "/home/me"}, "--set batch.record_routes=/home/me"),
+    ({"checkpoint.resume": "mine/checkpoints/step-000001"}, "--out mine"),
+    ({"checkpoint.export": "a", "checkpoint.staging": "b", "metrics.wandb": "c"},
+     "--export a --set checkpoint.staging=b --wandb c"),
+], ids=str)  # fmt: skip
+def test_code_and_outputs_that_a_file_from_elsewhere_names_must_be_typed(tmp_path, monkeypatch, values, words):
+    monkeypatch.setitem(sys.modules, "evil", None)  # cannot be imported
+    toml = to_toml(TrainConfig())
+    for key, value in values.items():
+        section, name = key.split(".")
+        toml = re.sub(f"^{name} = .*\n", "", toml, flags=re.MULTILINE)
+        toml = toml.replace(f"[{section}]\n", f'[{section}]\n{name} = "{value}"\n')
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here / "run", there):
+        folder.mkdir(parents=True)
+        (folder / "run.toml").write_text(toml)
+    monkeypatch.chdir(here)
+    commands = [[str(there / "run.toml")]]
+    if not values.keys() & {"checkpoint.out", "checkpoint.resume", "checkpoint.export"}:  # a resume takes none of these
+        commands.append(["--resume", "../there"])
+    for command in commands:
+        with pytest.raises(OptionError) as error:
+            parse(command)
+        text, _, typed = str(error.value).partition(": if you trust it, add ")
+        assert text.endswith("there/run.toml is not in the current folder and names code or outputs")
+        assert sorted(shlex.split(typed)) == sorted(shlex.split(words))
+        found = parse([*command, *shlex.split(typed)]).config
+        assert {key: value_of(found, key) for key in values} == values
+    assert {key: value_of(parse(["run/run.toml"]).config, key) for key in values} == values
+    assert words_to_resume(here / "run", found) == []
+    kept = " ".join(words_to_resume(there, found))
+    assert kept == words if len(commands) == 2 else kept == "--set checkpoint.staging=b --wandb c" or not kept
 
 
 # ---- Values for a launch ----

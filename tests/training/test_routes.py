@@ -1,17 +1,34 @@
 """Recorded routes: replayed, a run has its own losses bit for bit; and they are those of any layout and program."""
 
 import dataclasses
+import json
+import os
+import shutil
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import moe_dualpipe
-from moe_dualpipe.checkpoint.routes import RecordedRoutes
+from moe_dualpipe.checkpoint.routes import RecordedRoutes, run_of_file, write_routes
 from moe_dualpipe.cli import main
 from moe_dualpipe.models import MoE
+from tests.support.checkpoints import FullDisk
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, change, losses, make_trainer, settings, train, train_each, without_clocks
+from tests.support.runs import (
+    MODEL,
+    change,
+    equal_tensors,
+    losses,
+    make_trainer,
+    settings,
+    train,
+    train_each,
+    train_in_memory,
+    without_clocks,
+)
 
 GROUPS = dataclasses.replace(
     MODEL, num_experts=8, experts_per_token=3, router_bias=True, router_score="sigmoid", expert_groups=4, top_groups=2,
@@ -42,9 +59,9 @@ def test_a_run_that_replays_its_own_routes_has_its_losses_bit_for_bit(tmp_path, 
 
 def other_routes(folder, tmp_path):
     """The routes of all samples in one file: other experts, but for the second half of each sequence."""
-    routes, tensors = RecordedRoutes(folder), {}
+    routes, tensors = RecordedRoutes(folder, {"experts_per_token": 3, "num_experts": 8}), {}
     for layer, rows in routes.rows.items():
-        experts_NSK = (routes.read(layer, sorted(rows), 16, 3, 8) + 1) % 8
+        experts_NSK = (routes.read(layer, sorted(rows), 16) + 1) % 8
         experts_NSK[:, 8:] = -1
         tensors[f"layers.{layer}.experts"] = experts_NSK[:, :12].to(torch.int16)
         tensors[f"layers.{layer}.samples"] = torch.tensor(sorted(rows))
@@ -88,16 +105,127 @@ def test_generate_records_what_the_router_chooses_for_the_text(tmp_path, capsys)
     assert "--record-routes needs --seq-len 9 or more, for the whole text: got 8" in capsys.readouterr().err
 
 
+ANOTHER = "has the routes of another run: "
+STEP = "step-000002-rank-0.safetensors"
+
+
 @pytest.mark.parametrize("changes,problem", [
     ({"steps": 3}, "routes has no routes of sample 16 in layer 1"),
-    ({"replay_routes": "nowhere/routes"}, "cannot read routes from nowhere/routes: No such file"),
+    ({"replay_routes": "nowhere/routes"}, "cannot read nowhere/routes: No such file"),
     ({"replay_routes": "{}"}, "has no routes: name a folder that record_routes wrote"),
-    ({"seq_len": 12}, r"the routes of layer 1 are \[16, 3\] with experts up to 7, not \[at most 12, 3\] with experts"),
+    ({"seq_len": 12}, f"{ANOTHER}seq_len 16, not 12"),
+    ({"batch_size": 16, "seed": 1}, f"{ANOTHER}batch_size 8, not 16, seed 0, not 1"),
+    ({"data": (str(Path(json.__file__).parent),)}, f"{ANOTHER}data '[0-9a-f]+', not '"),
+    ({"model": dataclasses.replace(GROUPS, num_dense_layers=2)}, rf"{ANOTHER}layers \[1, 2, 3\], not \[2, 3\]"),
+    ({"model": dataclasses.replace(GROUPS, experts_per_token=2)}, f"{ANOTHER}experts_per_token 3, not 2"),
     ({"model": dataclasses.replace(GROUPS, router="balanced", z_loss=0.0)}, "replay_routes needs --router topk: got"),
     ({"record_routes": "s3://bucket/routes"}, "record_routes s3://bucket/routes must be a local folder"),
+    ({"replay_routes": "s3://bucket/routes"}, "replay_routes s3://bucket/routes must be a local folder"),
+    ({"record_routes": "same", "replay_routes": "./same"}, "record_routes and replay_routes are both same: use two"),
+    ({"record_routes": __file__}, "record_routes .*test_routes.py cannot be written: File exists"),
+    ({"record_routes": "/proc/routes"}, "record_routes /proc/routes cannot be written: No such file"),
 ], ids=str)  # fmt: skip
 def test_routes_that_do_not_fit_are_one_line(tmp_path, recorded, changes, problem):
     changes = {name: value.format(tmp_path) if isinstance(value, str) else value for name, value in changes.items()}
     config = settings(tmp_path / "new", **{**RUN, "replay_routes": str(recorded), **changes})
     with pytest.raises(ValueError, match=problem):
         moe_dualpipe.train(config, verbose=False)
+
+
+def one_more_file(folder):
+    shutil.copy(folder / STEP, folder / "more.safetensors")
+
+
+def change_tensors(change, folder):
+    """Change the tensors of a step."""
+    tensors = load_file(folder / STEP)
+    change(tensors)
+    save_file(tensors, folder / STEP)
+
+
+def set_experts(value, place, tensors):
+    tensors["layers.2.experts"][0, 5, place] = value
+
+
+def as_floats(tensors):
+    tensors["layers.2.experts"] = tensors["layers.2.experts"].float()
+
+
+def with_other_k(tensors):
+    tensors["layers.2.experts"] = tensors["layers.2.experts"][..., :2].contiguous()
+
+
+def of_another_run(folder):
+    tensors = load_file(folder / STEP)
+    save_file({name: tensor + 100 for name, tensor in tensors.items()}, folder / "more.safetensors",
+              {"run": '{"seed": 7}'})  # fmt: skip
+
+
+NEED = f"{STEP}: sample [0-9]+ of layer 2 needs at most 16 positions, each with 3 different experts below 8, or -1 fir"
+
+
+@pytest.mark.parametrize("damage,problem", [
+    (one_more_file, f"{STEP}: sample [0-9]+ of layer [123] is also in .*more.safetensors: remove the files of another"),
+    (of_another_run, f"more.safetensors {ANOTHER}seed 7, not 0"),
+    (partial(change_tensors, partial(set_experts, 8, 0)), NEED),
+    (partial(change_tensors, partial(set_experts, -1, 1)), NEED),
+    (partial(change_tensors, partial(set_experts, -2, 0)), NEED),
+    (partial(change_tensors, lambda tensors: set_experts(tensors["layers.2.experts"][0, 5, 0], 1, tensors)), NEED),
+    (partial(change_tensors, as_floats), r"needs layers.2.experts .*: got torch.float32 \[8, 16, 3\] and torch.int64"),
+    (partial(change_tensors, with_other_k), r"needs layers.2.experts .*: got torch.int16 \[8, 16, 2\] and torch.int64"),
+    (partial(change_tensors, lambda tensors: tensors.pop("layers.2.samples")), r"\] and nothing"),
+], ids=range(9))  # fmt: skip
+def test_routes_that_no_router_can_choose_are_found_before_the_first_step(tmp_path, recorded, damage, problem):
+    folder = tmp_path / "routes"
+    merge(recorded, folder)
+    damage(folder)
+    config = settings(tmp_path / "new", replay_routes=f"file://{folder}", **RUN)
+    with pytest.raises(ValueError, match=problem):
+        moe_dualpipe.train(config, verbose=False)
+    assert not (tmp_path / "new").exists()
+
+
+def merge(recorded, folder):
+    """The routes of two ranks in one file a step."""
+    folder.mkdir()
+    for step in (1, 2):
+        files = sorted(recorded.glob(f"step-{step:06d}-*"))
+        parts = [load_file(file) for file in files]
+        run = {"run": json.dumps(run_of_file(files[0]))}
+        save_file({name: torch.cat([part[name] for part in parts]) for name in parts[0]},
+                  folder / f"step-{step:06d}-rank-0.safetensors", run)  # fmt: skip
+
+
+def test_a_folder_has_each_step_of_one_run_once(tmp_path, recorded):
+    """A run that is started again, on fewer ranks, replaces what it recorded before."""
+    folder = tmp_path / "routes"
+    shutil.copytree(recorded, folder)
+    config = settings(tmp_path / "run", record_routes=str(folder), **RUN)
+    train_in_memory(change(config, save_every=1))
+    assert [file.name for file in sorted(folder.iterdir())] == ["step-000001-rank-0.safetensors", STEP]
+    (folder / STEP).chmod(0o600)
+    resumed = change(config, resume=str(tmp_path / "run" / "checkpoints" / "step-000001"), out=str(tmp_path / "more"))
+    before = load_file(folder / STEP)
+    train_in_memory(resumed)
+    assert equal_tensors(load_file(folder / STEP), before)
+    assert (folder / STEP).stat().st_mode & 0o777 == 0o666 & ~umask()
+    again = change(resumed, out=None, resume=None)
+    with pytest.raises(ValueError, match=f"{ANOTHER}batch_size 8, not 4"):
+        train_in_memory(change(again, batch_size=4))
+    (folder / STEP).rename(folder / "more.safetensors")
+    with pytest.raises(ValueError, match=r"more\.safetensors is not of this run: use an empty folder"):
+        train_in_memory(again)
+
+
+def umask():
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def test_a_full_disk_is_one_line_and_leaves_other_files(tmp_path, monkeypatch):
+    (tmp_path / "notes.tmp").write_text("mine")
+    FullDisk(monkeypatch)
+    with pytest.raises(ValueError, match=r"^cannot write .*/notes.safetensors: No space left on device$"):
+        write_routes(tmp_path / "notes.safetensors", {1: (torch.arange(2), torch.zeros(2, 3, 1))}, {})
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.tmp"]

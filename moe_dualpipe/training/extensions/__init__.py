@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...data import GivenBatches, TextData
 from ...health.heartbeat import Progress
 from ...models import TransformerStage
 from ...pipeline import Balance, Pipeline
@@ -65,10 +66,11 @@ class Trained(Protocol):
     """The part of the trainer that extensions may use. first_step: steps that were done before the run.
 
     resumed: the checkpoint that the run continues, which is already loaded. own_sequences: the sequences of a step that
-    this data-parallel rank runs.
+    this data-parallel rank runs. text: what the run reads.
     """
 
     config: TrainConfig
+    text: TextData | GivenBatches
     pipeline: Pipeline
     stages: dict[int, TransformerStage]
     layout: Layout
