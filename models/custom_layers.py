@@ -28,6 +28,7 @@ A configuration stores options as text, "rank=16", so that they can be saved and
 """
 
 import dataclasses
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -185,7 +186,10 @@ def _imported(kind: str, name: str) -> Any:
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if found is None:
-        raise ValueError(f"cannot find the {kind} {name!r}: {place} has no {attribute}")
+        classes = [each for each, value in vars(imported).items() if isinstance(value, type)]
+        near = difflib.get_close_matches(attribute, classes, n=1, cutoff=0.5)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"cannot find the {kind} {name!r}: {place} has no {attribute}{meant}")
     return found
 
 
@@ -270,7 +274,8 @@ def parse_options(make: Factory, text: str) -> Any:
     from moe_dualpipe.command_line import options_of  # imports what only commands need
 
     kind = _options_class(make)
-    options, values = {option.name: option for option in options_of(kind)}, dict[str, Any]()
+    options = {one.name: dataclasses.replace(one, label=f"{kind.__name__}.{one.name}") for one in options_of(kind)}
+    values: dict[str, Any] = {}
     for word in _words(text):
         name, _, value = word.partition("=")
         if name not in options:

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ..command_line import Mark, Positional
-from ..models import PRESETS, preset
+from ..models import PRESETS
 from ..models.costs import shape_of
+from ..tools.planner.published_shapes import read_shape
 from ..tools.planner.table import size_summary, sizes_table
 from .options import JsonOption, check_ranges
 
@@ -14,14 +15,14 @@ from .options import JsonOption, check_ranges
 class ShowModel(JsonOption):
     """Show the parameters and the FLOPs of a model. `plan estimate` predicts the memory of each pipeline rank."""
 
-    preset: Positional[Annotated[str, Mark("PRESET")]]
-    """Name of the model: tiny, small, or another that `model list` lists."""
+    model: Positional[Annotated[str, Mark("MODEL")]]
+    """A preset, the name of a published model, or a config.json of Hugging Face."""
     seq_len: int = 4096
     """Tokens in a sequence."""
 
     def run(self) -> None:
         """Raises ValueError for invalid options."""
-        shape = shape_of(preset(self.preset), self.preset)
+        shape = read_shape(self.model)
         check_ranges(self, 1, "seq_len")
         report = {
             "parameters": shape.parameters, "active_parameters": shape.active_parameters,

@@ -55,7 +55,8 @@ class ProfileRun(DeviceOption, JsonOption):
         gbps = self.link_gbps or None  # 0 also means None, here and below
         if gbps is not None:
             check_ranges(self, 1e-3, "link_gbps", high=1e6)
-        check_ranges(self, 0, "link_latency_us", "ep", high=1e6)
+        check_ranges(self, 0, "link_latency_us", high=1e6)
+        check_ranges(self, 1, "ep", high=1e6)
         if self.link_latency_us and gbps is None:
             raise ValueError("--link-latency-us needs --link-gbps")
         if gbps is not None and self.replay != "none":
@@ -71,7 +72,7 @@ class ProfileRun(DeviceOption, JsonOption):
         try:
             device = device_of(self.device, launch)
             workload = PairWorkload.from_preset(self.mode, self.preset, *sizes, self.routing, device, self.fp8)
-            measurement = measure(workload, out, self.ep or None, link, self.replay == "deepseek")
+            measurement = measure(workload, out, self.ep, link, self.replay == "deepseek")
         except RuntimeError as error:
             if "memory" not in str(error):
                 raise

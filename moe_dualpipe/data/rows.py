@@ -81,7 +81,7 @@ def _checked(text: object, field: str) -> str:
 
 def _missing(field: str, found: Iterable[str]) -> _InvalidError:
     names = ", ".join(quoted(key, 50) for key in [*found][:5]) or "none"
-    options = "--field, or with --set batch.data_field=NAME of train.py"
+    options = "--set batch.data_field=NAME (train.py), --data-field (eval) or --field (data prepare)"
     return _InvalidError(f"no field {quoted(field)}; its fields are {names}: choose one with {options}")
 
 

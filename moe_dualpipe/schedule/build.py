@@ -146,6 +146,11 @@ def default_micro_batches(num_ranks: int) -> int:
     return -(-max(8, 2 * num_ranks) // num_ranks) * num_ranks
 
 
-def default_schedule(num_ranks: int) -> str:
-    """Return the name of the schedule `auto` for `num_ranks` pipeline ranks."""
+def default_schedule(num_ranks: int, ep: int) -> str:
+    """Return the name of the schedule `auto` for `num_ranks` pipeline ranks, with experts over `ep` ranks.
+
+    One rank that has all experts communicates with no other during a micro-batch, so there is nothing to overlap.
+    """
+    if num_ranks == ep == 1:
+        return "1f1b"
     return "dualpipev" if num_ranks % 2 else "dualpipe"

@@ -50,7 +50,7 @@ class ParallelConfig:
     None: 1. On NVL72 racks, set the number of machines in a rack: 18."""
     schedule: str = "auto"
     """Pipeline schedule (docs/schedules.md), or a CSV file. auto: dualpipe for an even number of pipeline ranks, else
-    dualpipev. NAME+fill: moves weight gradients into idle time."""
+    dualpipev; 1f1b for one process. NAME+fill: moves weight gradients into idle time."""
     layers: str | None = None
     """Number of layers of each stage, such as 4,4,3,3. None: about the same FLOPs in each.
     auto: on a GPU that the planner knows, the fastest that fit into memory; elsewhere as None."""

@@ -86,7 +86,7 @@ def _asked(config: TrainConfig, processes: int) -> Choice:
 def _typed(config: TrainConfig, choice: Choice, processes: int) -> str:
     """The options that lead to `choice` beside those of `config`."""
     parallel, layout = config.parallel, choice.layout
-    schedule = default_schedule(layout.pp) if parallel.schedule == "auto" else parallel.schedule
+    schedule = default_schedule(layout.pp, layout.ep) if parallel.schedule == "auto" else parallel.schedule
     options = (
         ("--pp", layout.pp, parallel.pp or processes // layout.ep), ("--ep", layout.ep, parallel.ep),
         ("--schedule", choice.name, schedule),
@@ -114,7 +114,7 @@ def _choice(config: TrainConfig, layout: Layout, name: str, size: int) -> Choice
     """Raises ValueError for a batch that the layout cannot divide, or that the schedule cannot run."""
     total, pp, dp = config.batch.batch_size, layout.pp, layout.dp
     if name.removesuffix(FILL) == "auto":
-        name = default_schedule(pp) + name.removeprefix("auto")
+        name = default_schedule(pp, layout.ep) + name.removeprefix("auto")
     if total % dp:
         raise ValueError(f"--batch-size {total} cannot be divided over {plural(dp, 'data-parallel rank')}")
     if (own := total // dp) % size:

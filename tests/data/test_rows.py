@@ -87,7 +87,7 @@ BAD_LINES = {
     b"[" * 100_000: "its objects and lists are nested too deep",
     b"[1]": "expected an object, got list",
     b"null": "expected an object, got NoneType",
-    b'{"txt": "x", "id": 1}': "no field 'text'; its fields are 'txt', 'id': choose one with --field",
+    b'{"txt": "x", "id": 1}': "no field 'text'; its fields are 'txt', 'id': choose one with --set",
     b'{"text": 3}': "field 'text' must be a string, got int",
     b'{"text": {"text": "x"}}': "field 'text' must be a string, got dict",
     b'{"text": "a\\u0000b"}': "field 'text' contains a zero character",
@@ -119,14 +119,14 @@ def test_an_error_names_the_file_and_the_row(tmp_path, name):
             path.write_bytes(compressed(name, b"\n".join([*lines[:at], bad, *lines[at:]])))
             assert refusal(path, tmp_path / "out").startswith(f"{path}:{at + 1}: {problem}"), bad[:20]
         write(path, TEXTS)
-        missing = f"{path}:1: no field 'body'; its fields are 'id', 'text': choose one with --field, or with"
+        missing = f"{path}:1: no field 'body'; its fields are 'id', 'text': choose one with --set batch.data_field=NAME"
     else:
         for bad, problem in BAD_VALUES.items():
             write(path, [*TEXTS[:at], bad, *TEXTS[at:]])
             assert refusal(path, tmp_path / "out") == f"{path}:{at + 1}: {problem}"
         write(path, TEXTS)
         assert refusal(path, tmp_path / "out", "id") == f"{path}: field 'id' must have strings, got int64"
-        missing = f"{path}: no field 'body'; its fields are 'id', 'text': choose one with --field, or with"
+        missing = f"{path}: no field 'body'; its fields are 'id', 'text': choose one with --set batch.data_field=NAME"
     assert refusal(path, tmp_path / "out", "body").startswith(missing)
 
 
@@ -134,7 +134,7 @@ INVALID = {
     "cells.csv": (b"id,text\n1,x\n\n2\n", ":4: a row has 2 cells, but this one has 1"),
     "quote.csv": (b'id,text\n1,"x', ":2: unexpected end of data"),
     "latin.tsv": (b"id\ttext\n1\t\xfc", ":2: it is not UTF-8: invalid start byte; convert it, as in iconv -f latin1"),
-    "names.csv": (b"id,txt\n1,x\n", ": no field 'text'; its fields are 'id', 'txt': choose one with --field"),
+    "names.csv": (b"id,txt\n1,x\n", ": no field 'text'; its fields are 'id', 'txt': choose one with --set"),
     "long.json": (
         b"[1,%s]" % (b"2," * 40_000),
         ": a list of JSON has at most 65,536 bytes, but this one is longer: write",

@@ -27,7 +27,7 @@ def config_of(batch=BatchConfig(seq_len=96, batch_size=48), compute=(), **change
 
 
 def run_of(config, layout=Layout(), size=3, dtype=torch.float32, device=CPU) -> Any:  # noqa: B008
-    name = default_schedule(layout.pp)
+    name = default_schedule(layout.pp, layout.ep)
     schedule = build(name, layout.pp, config.batch.batch_size // (layout.dp * size))
     return config, Choice(layout, name, schedule, size), dtype, device
 
