@@ -143,6 +143,7 @@ REFUSED = [
     ({"experts": TooMany}, r"TooMany\(config, num_local_experts\) or .*: missing a .* argument: 'width'"),
     ({"experts": nn.Module}, r"too many positional|missing|has no constructor"),
     ({"router": f"{HERE}:Nothing"}, f"cannot find the router '{HERE}:Nothing': {HERE} has no Nothing"),
+    ({"router": f"{HERE}:PlainRooter"}, f"{HERE} has no PlainRooter; did you mean PlainRouter\\?"),
     ({"router": f"{HERE}:Widths"}, r"the router '.*:Widths' must accept Widths\(config\): it is not an nn.Module"),
     ({"router": no_module}, r"test_own_layers.py:\d+ in no_module: the router .* nn.Module: got Widths"),
     ({"router": f"{HERE}:PlainRouter", "z_loss": 0.1}, "z_loss are losses of `Router`: derive PlainRouter from it, or"),

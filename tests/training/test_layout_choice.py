@@ -58,14 +58,16 @@ def test_a_choice_keeps_the_batch_can_run_and_is_the_nearest(config, processes):
         return math.prod(Fraction(max(a, b), min(a, b)) for a, b in ((pp, choice_pp), (ep, choice_ep)))
 
     names = dict.fromkeys((parallel.schedule, "auto", "dualpipev", "1f1b", "interleaved_1f1b"))
-    schedules = {name: (lambda pp, name=name: ("dualpipev" if pp % 2 else "dualpipe") if name == "auto" else name)
-                 for name in names}  # fmt: skip
+
+    def schedule(name, p, e):
+        return name if name != "auto" else "1f1b" if p == e == 1 else "dualpipev" if p % 2 else "dualpipe"
+
     valid = [
         (p, e)
         for p, e, name, s in itertools.product(
             divisors(processes), divisors(config.model.num_experts), names, divisors(size)
         )
-        if runs(config, schedules[name](p), p, e, processes, s)
+        if runs(config, schedule(name, p, e), p, e, processes, s)
     ]
     try:
         found = choose(config, processes, strict=False)
@@ -83,6 +85,13 @@ def test_a_choice_keeps_the_batch_can_run_and_is_the_nearest(config, processes):
         assert str(error.value).startswith(found.changed)
     else:
         assert choose(config, processes) == found and (layout.pp, layout.ep) == (pp, ep)
+
+
+def test_one_process_takes_any_number_of_micro_batches():
+    for size in (1, 2):
+        found = choose(asking(pp=1, ep=1, batch_size=size, micro_batch_size=None), 1)
+        assert (found.name, found.schedule.num_micro_batches, found.micro_batch_size) == ("1f1b", 1, size)
+    assert choose(asking(pp=1, ep=2), 2).name == "dualpipev"
 
 
 def test_a_micro_batch_has_2_sequences_or_1_if_the_schedule_needs_more_micro_batches():
