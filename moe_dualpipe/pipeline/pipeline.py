@@ -36,6 +36,7 @@ from ..runtime.graphs import MicroBatchGraph
 from ..runtime.groups import EXPERTS, build_groups, product_sms
 from ..runtime.layout import Layout, check_ep, divisors
 from ..runtime.learning_rate import OptimizerConfig
+from ..runtime.memory import queue_copy
 from ..runtime.optimizer import Optimizer
 from ..runtime.replicas import gradient_norm, replica_sets
 from ..runtime.shared_errors import build_on_all_ranks
@@ -173,10 +174,10 @@ class Pipeline:
         for m, (x, y) in enumerate(zip(inputs_BS.split(size), labels_BS.split(size), strict=True)):
             if schedule.rank_of(0, m) == pp_rank:
                 numbers_BS = torch.arange(m * size, (m + 1) * size, dtype=torch.int32)[:, None] * x.shape[1]
-                numbers = [numbers_BS.expand(x.shape).to(self.device)] * self.options.routes
-                inputs[m] = (x.to(self.device), *numbers)
+                numbers = [queue_copy(numbers_BS.expand(x.shape), self.device)] * self.options.routes
+                inputs[m] = (queue_copy(x, self.device), *numbers)
             if schedule.rank_of(last, m) == pp_rank:
-                labels[m] = (y.to(self.device), weights[m])
+                labels[m] = (queue_copy(y, self.device), weights[m])
         criterion = weighted(self.stages[last].loss) if last in self.stages else None
         sums = self._gradient_sums() if sum_gradients else None
         on_gradients = sums.complete if sums else None

@@ -2,8 +2,8 @@
 
 `hide_packages` lets imports fail that a GPU machine may lack. `install` makes torch believe in a GPU: tensors are on
 the CPU, but carry the device that they would have. An operator that mixes devices raises, as does a kernel with a
-tensor of the CPU, and whatever makes the host wait in the capture of a graph. Kernels run in Triton's interpreter.
-Nothing is asynchronous, and a replayed graph does nothing.
+tensor of the CPU, and whatever makes the host wait in `graph`, where CUDA graphs are captured. Kernels run in Triton's
+interpreter. Nothing is asynchronous, and a replayed graph does nothing.
 
     TRITON_INTERPRET=1 python -m tests.machines.gpu_machine collect          the tests for a GPU
     TRITON_INTERPRET=1 python -m tests.machines.gpu_machine suite FOLDER     tests/support/gpu_suite.py
@@ -12,7 +12,7 @@ Nothing is asynchronous, and a replayed graph does nothing.
 import re
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,20 +42,14 @@ state = SimpleNamespace(on_gpu={}, target=None, inside_kernel=False, capturing=F
 def hide_packages() -> None:
     """Let `import` fail for all installed packages except PACKAGES and what these need."""
 
-    def plain(name: str) -> str:
-        return re.sub(r"[-_.]+", "-", name).lower()
-
-    needed, todo = set(), [*PACKAGES]
-    while todo:
-        if (name := plain(todo.pop())) not in needed:
-            needed.add(name)
-            try:
-                needs = metadata.requires(name) or ()
-            except metadata.PackageNotFoundError:
-                continue
-            todo += [re.split(r"[^\w.-]", need, maxsplit=1)[0] for need in needs if "extra ==" not in need]
+    plain = lambda name: re.sub(r"[-_.]+", "-", name).lower()  # noqa: E731
+    needed = [*PACKAGES]
+    for name in needed:  # it grows
+        with suppress(metadata.PackageNotFoundError):
+            needs = [need for need in metadata.requires(name) or () if "extra ==" not in need]
+            needed += {plain(re.split(r"[^\w.-]", need, maxsplit=1)[0]) for need in needs} - {*needed}
     owners = metadata.packages_distributions()
-    hidden = {module for module, names in owners.items() if not needed & {*map(plain, names)}}
+    hidden = {module for module, names in owners.items() if not {*needed} & {*map(plain, names)}}
     sys.modules.update(dict.fromkeys(hidden - {"moe_dualpipe"}))  # type: ignore[arg-type]
 
 
@@ -88,7 +82,7 @@ def making(on_gpu: bool | None):
 
 def host_waits(what: str) -> None:
     if state.capturing:
-        raise RuntimeError(f"the host waits in the capture of a CUDA graph: {what}")
+        raise RuntimeError(f"the host waits: {what}")
 
 
 class Devices(TorchDispatchMode):
@@ -132,11 +126,11 @@ def factory(real: Any, like: bool) -> Any:
     return call
 
 
-def move(t: Tensor, on_gpu: bool) -> Tensor:
+def move(t: Tensor, on_gpu: bool, queued: bool = False) -> Tensor:
     if is_on_gpu(t) == on_gpu or real_device(t).type == "meta":
         return t
-    if not on_gpu:
-        host_waits("cpu()")
+    if not (queued and getattr(t, "pinned", False)):
+        host_waits("a copy to or from memory that is not pinned")
     with making(on_gpu):
         return t.clone()
 
@@ -151,7 +145,13 @@ def to(t: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return real_to(t, *args, **kwargs)
     with making(None):
         found = real_to(t, *rest, **more) if rest or more else t
-    return found if device is None else move(found, wanted(device))
+    return found if device is None else move(found, wanted(device), kwargs.get("non_blocking", False))
+
+
+def pin(t: Tensor) -> Tensor:
+    pinned = t.clone()
+    pinned.pinned = True  # type: ignore[attr-defined]
+    return pinned
 
 
 class Event:
@@ -227,18 +227,20 @@ def install() -> None:
         ]
         if outside:
             raise ValueError(f"{executor.fn.__name__}: a pointer to CPU memory: {outside}")
-        state.inside_kernel = True
+        trace, state.inside_kernel = sys.gettrace(), True
+        sys.settrace(None)  # it would take most of the time
         try:
             with _disable_current_modes():
                 return run(executor, *args, **options)
         finally:
+            sys.settrace(trace)
             state.inside_kernel = False
 
     GridExecutor.__call__ = run_kernel
     Tensor.device = property(lambda t: CUDA if is_on_gpu(t) else real_device(t))
     Tensor.is_cuda, Tensor.get_device = property(is_on_gpu), lambda t: 0 if is_on_gpu(t) else -1
     Tensor.cpu, Tensor.cuda, Tensor.to = lambda t: move(t, False), lambda t: move(t, True), to
-    Tensor.pin_memory = lambda t, *_: t
+    Tensor.pin_memory = pin
     for owner, names in ((torch, NEW + LIKE), (Tensor, METHODS)):
         for name in names:
             setattr(owner, name, factory(getattr(owner, name), name in LIKE + METHODS))
@@ -258,4 +260,4 @@ if __name__ == "__main__":
         sys.exit(pytest.main(["--collect-only", *options, *gpu_tests.FOLDERS]))
     from tests.support.gpu_suite import run_all
 
-    run_all(Path(sys.argv[2]))
+    run_all(Path(sys.argv[2]), *sys.argv[3:])

@@ -70,9 +70,11 @@ class Measurement:
         """A JSON object with both runs."""
         dtype = str(self.workload.dtype).removeprefix("torch.")
         workload = asdict(self.workload) | {"device": str(self.workload.device), "dtype": dtype}
-        runs = {run: files.as_objects()[0] for run, files in self.runs.items()}
-        return {**workload, "num_ranks": self.num_ranks, "link": self.link, **runs, "bound_us": self.bound_us,
-                "possible_fraction": self.possible}  # fmt: skip
+        return {
+            **workload, "num_ranks": self.num_ranks, "link": self.link,
+            **{run: files.as_objects()[0] for run, files in self.runs.items()},
+            "bound_us": self.bound_us, "possible_fraction": self.possible,
+        }  # fmt: skip
 
     def pictures(self) -> list[Picture]:
         """The lanes of both runs."""
@@ -131,8 +133,8 @@ def measure(
         pair = Pair(workload, backend := Loopback(experts, num_ranks))
         description = set_link(pair, backend, link, rounds)
     recordings = record(pair, out, rounds)
-    runs = {run: analyze_files([path]) for run, path in recordings.items()}
     possible = possible_share(recorded_events(read_trace(recordings["overlapped"])))
+    runs = {run: analyze_files([path]) for run, path in recordings.items()}
     return Measurement(workload, num_ranks, description, runs, possible)
 
 
