@@ -173,13 +173,13 @@ def host_part(options: Options) -> None:
     segments = len(log)
     cases = {"plain autograd": partial(timed, plain, module.plain), "pair": partial(timed, pair, module)}
     seconds = take_turns(options.rounds, cases, WARM_UP)
-    rows = []
-    for name, *rest in compared(seconds, ".2f"):
-        us = 1e6 * statistics.median(seconds[name]) / segments
-        rows.append([name, f"{us:.1f}", rest[1], f"{us * SEGMENTS / PAIR_MS / 1e3:.1%}"])
-    print(
-        table(f"{segments} segments | us per segment | / plain autograd (range over rounds) | of the H100's time", rows)
-    )
+    us = {name: 1e6 * statistics.median(values) / segments for name, values in seconds.items()}
+    rows = [
+        [name, f"{us[name]:.1f}", ratio, f"{us[name] * SEGMENTS / PAIR_MS / 1e3:.1%}"]
+        for name, _, ratio in compared(seconds, ".2f")
+    ]
+    columns = f"{segments} segments | us per segment | / plain autograd (range over rounds) | of the H100's time"
+    print(table(columns, rows))
 
 
 def compared(seconds: dict[str, list[float]], form: str) -> list[list[str]]:

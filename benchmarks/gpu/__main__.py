@@ -50,7 +50,6 @@ GRACE = 20.0  # seconds beyond its deadline after which a section is ended
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -129,7 +128,9 @@ def run_sections(context: Any, options: argparse.Namespace, arguments: Sequence[
         else:
             limit = ["--section", name, "--minutes", str(left / 60)]
             try:
-                code = subprocess.run([sys.executable, "-m", __package__, *arguments, *limit], timeout=left + GRACE)
+                code = subprocess.run(
+                    [sys.executable, "-m", "benchmarks.gpu", *arguments, *limit], timeout=left + GRACE
+                )
                 reason = f"the process ended with code {code.returncode}"
             except subprocess.TimeoutExpired:
                 reason = f"stopped after {left + GRACE:.0f} s"

@@ -57,6 +57,7 @@ interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="kernels have been imp
 
 @interpreted
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_all_sections_write_results_and_wrong_implementations_are_not_timed(tmp_path, monkeypatch):
     (tmp_path / "custom_experts.py").write_text(CUSTOM)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # the suite collects tests/gpu: starts faster

@@ -60,7 +60,8 @@ def is_on_gpu(t: Tensor) -> bool:
     return found is not None and not found.expired()
 
 
-real_device, real_to = Tensor.device.__get__, Tensor.to  # type: ignore[attr-defined]
+real_device: Any = Tensor.device.__get__  # type: ignore[attr-defined]
+real_to: Any = Tensor.to
 
 
 def put(t: Tensor, on_gpu: bool) -> Tensor:
@@ -208,25 +209,20 @@ def install() -> None:
         "mem_get_info": (2**26, GPU.total_memory), "memory_allocated": 2**20, "max_memory_allocated": 2**20,
         "memory_reserved": 2**20, "reset_peak_memory_stats": None, "manual_seed_all": None, "manual_seed": None,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None, "default_stream": state.streams[0],
+        "current_stream": lambda *_: state.streams[-1], "is_current_stream_capturing": lambda: state.capturing,
+        "Event": Event, "Stream": Stream, "stream": stream, "graph": graph,
+        "CUDAGraph": type("CUDAGraph", (), {"replay": lambda _: None}),
     }  # fmt: skip
     for name, value in constants.items():
-        setattr(torch.cuda, name, lambda *_, value=value, **__: value)
-    torch.cuda.current_stream = lambda *_: state.streams[-1]
-    torch.cuda.is_current_stream_capturing = lambda: state.capturing
-    torch.cuda.Event, torch.cuda.Stream, torch.cuda.stream, torch.cuda.graph = Event, Stream, stream, graph
-    torch.cuda.CUDAGraph = type("CUDAGraph", (), {"replay": lambda _: None})
+        setattr(torch.cuda, name, value if callable(value) else lambda *_, value=value, **__: value)
     generator = torch.Generator
     torch.Generator = type("Generator", (generator,), {"__new__": lambda *_, **__: generator.__new__(generator, "cpu")})
     run = GridExecutor.__call__
 
     def run_kernel(executor: Any, *args: Any, **options: Any) -> Any:
-        outside = [
-            tuple(t.shape)
-            for t in tree_leaves((args, options))
-            if isinstance(t, Tensor) and t.numel() and not is_on_gpu(t)
-        ]
-        if outside:
-            raise ValueError(f"{executor.fn.__name__}: a pointer to CPU memory: {outside}")
+        tensors = [t for t in tree_leaves((args, options)) if isinstance(t, Tensor) and t.numel()]
+        if not all(map(is_on_gpu, tensors)):
+            raise ValueError(f"{executor.fn.__name__}: a pointer to memory of the CPU")
         trace, state.inside_kernel = sys.gettrace(), True
         sys.settrace(None)  # it would take most of the time
         try:
@@ -236,11 +232,13 @@ def install() -> None:
             sys.settrace(trace)
             state.inside_kernel = False
 
-    GridExecutor.__call__ = run_kernel
-    Tensor.device = property(lambda t: CUDA if is_on_gpu(t) else real_device(t))
-    Tensor.is_cuda, Tensor.get_device = property(is_on_gpu), lambda t: 0 if is_on_gpu(t) else -1
-    Tensor.cpu, Tensor.cuda, Tensor.to = lambda t: move(t, False), lambda t: move(t, True), to
-    Tensor.pin_memory = pin
+    GridExecutor.__call__ = run_kernel  # type: ignore[method-assign]
+    methods = {
+        "device": property(lambda t: CUDA if is_on_gpu(t) else real_device(t)), "is_cuda": property(is_on_gpu),
+        "cpu": lambda t: move(t, False), "cuda": lambda t: move(t, True), "to": to, "pin_memory": pin,
+    }  # fmt: skip
+    for name, value in methods.items():
+        setattr(Tensor, name, value)
     for owner, names in ((torch, NEW + LIKE), (Tensor, METHODS)):
         for name in names:
             setattr(owner, name, factory(getattr(owner, name), name in LIKE + METHODS))
