@@ -1,7 +1,7 @@
-"""Measure how much communication an overlapped pair hides, and the overhead of the overlap engine.
+"""Measure how much communication an overlapped pair hides, and the time that the engine takes of the host.
 
     python -m benchmarks.overlap                 all parts, about five minutes
-    python -m benchmarks.overlap --only link     one part: link, overhead, recompute
+    python -m benchmarks.overlap --only link     one part: link, host, recompute
 
 One process plays one rank of 16 over a modeled link (modeled/loopback.py). The computation of a pair is timed first.
 Then the bandwidth is set so that the transfers of the pair take the given multiple of that time. All cases take turns,
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from moe_dualpipe.command_line import program_options
-from moe_dualpipe.expert_parallel import Link, Local, Loopback
+from moe_dualpipe.expert_parallel import Completed, Link, Loopback
 from moe_dualpipe.models import RECOMPUTE, ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss
-from tests.support.plain_model import plain_forward
+from moe_dualpipe.overlap import Comm, Compute, Engine, Segmented, Segments, in_layer
 
 from .common import full_range, ratios, table, take_turns
 
@@ -35,13 +35,14 @@ MODEL = ModelConfig(
 )  # fmt: skip
 RANKS, SEQUENCES, LENGTH = 16, 2, 512
 WARM_UP = 1
+PAIR_MS, SEGMENTS = 129, 80  # of a pair of 4 layers of DeepSeek-V3 on an H100
 
 
 @dataclass(frozen=True)
 class Options:
-    """Measure how much communication an overlapped pair hides, and the overhead of the overlap engine."""
+    """Measure how much communication an overlapped pair hides, and the time that the engine takes of the host."""
 
-    only: Literal["all", "link", "overhead", "recompute"] = "all"
+    only: Literal["all", "link", "host", "recompute"] = "all"
     """The part to run."""
     rounds: int = 9
     """Rounds. In each, every case runs once."""
@@ -123,29 +124,62 @@ def link_part(options: Options) -> None:
     print(table(columns, rows))
 
 
-def overhead_part(options: Options) -> None:
-    """The cost of the tape and the engine, without communication."""
-    print("## Overhead: forward and backward of two chunks, no communication\n")
-    model = build_model(MODEL, Local(MODEL.num_experts))
-    x, y = two_micro_batches()
+class Nothing(Segmented):
+    """Layers with the segments of a Mixture-of-Experts block, which compute and send next to nothing."""
 
-    def timed(run: Callable[[], None]) -> float:
-        model.zero_grad()
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
+    def segments(self, x: Tensor) -> Segments:
+        for layer in range(4):
+            x = yield from in_layer(layer, self.block(x))
+        return x
 
-    def one_by_one(forward: Callable[[Tensor], Tensor]) -> None:
-        for tokens in (x, y):
-            next_token_loss(forward(tokens), tokens).backward()
+    def block(self, x: Tensor) -> Segments:
+        h = yield Compute("attn", torch.neg, x)
+        rows = yield Comm("dispatch", sent, sent, h)
+        y = yield Compute("mlp", torch.neg, rows)
+        combined = yield Comm("combine", sent, sent, y)
+        return (yield Compute("add", torch.add, h, combined))
 
-    cases = {
-        "plain autograd": lambda: one_by_one(partial(plain_forward, model)),
-        "tape": lambda: one_by_one(model),
-        "overlapped": lambda: pair_step(model, y, next_token_loss(model(x), x)).backward(),
-    }
-    seconds = take_turns(options.rounds, {name: partial(timed, run) for name, run in cases.items()}, WARM_UP)
-    print(table(" | ms for both chunks | / plain autograd (range over rounds)", compared(seconds, ".3f")))
+    def plain(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            h = x.neg()
+            x = h + h.view_as(h).neg().view_as(h)
+        return x
+
+
+def sent(x: Tensor) -> Completed:
+    return Completed((x,))
+
+
+def host_part(options: Options) -> None:
+    """The time of the host for a pair: engine and tape, in the order of a GPU, against torch's autograd."""
+    print(f"## Host: a pair of 4 layers without work; {PAIR_MS} ms of an H100 are {SEGMENTS} segments\n")
+    log, module, x = list[str](), Nothing(), torch.ones(1, requires_grad=True)
+    engine, step = Engine(x.device, queued=True, log=log), Nothing.overlapped_forward_backward
+
+    def timed(run: Callable[[Tensor], Tensor], forward: Callable[[Tensor], Tensor]) -> float:
+        y, start = forward(x), time.process_time()
+        for _ in range(50):
+            y = run(y)
+        return (time.process_time() - start) / 50
+
+    def pair(y: Tensor) -> Tensor:
+        return step(module, [x], None, None, module, None, [y], [y.detach()], engine=engine)[0]
+
+    def plain(y: Tensor) -> Tensor:
+        y.backward(y.detach())
+        return module.plain(x)
+
+    pair(module(x))
+    segments = len(log)
+    cases = {"plain autograd": partial(timed, plain, module.plain), "pair": partial(timed, pair, module)}
+    seconds = take_turns(options.rounds, cases, WARM_UP)
+    us = {name: 1e6 * statistics.median(values) / segments for name, values in seconds.items()}
+    rows = [
+        [name, f"{us[name]:.1f}", ratio, f"{us[name] * SEGMENTS / PAIR_MS / 1e3:.1%}"]
+        for name, _, ratio in compared(seconds, ".2f")
+    ]
+    columns = f"{segments} segments | us per segment | / plain autograd (range over rounds) | of the H100's time"
+    print(table(columns, rows))
 
 
 def compared(seconds: dict[str, list[float]], form: str) -> list[list[str]]:
@@ -179,7 +213,7 @@ def main() -> None:
     options = program_options(Options, "benchmarks.overlap")
     torch.set_num_threads(1)
     print(f"{os.cpu_count()} cores, one thread, torch {torch.__version__}\n")
-    parts = {"link": link_part, "overhead": overhead_part, "recompute": recompute_part}
+    parts = {"link": link_part, "host": host_part, "recompute": recompute_part}
     for name, part in parts.items():
         if options.only in ("all", name):
             part(options)

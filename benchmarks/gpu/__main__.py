@@ -3,7 +3,7 @@
     python -m benchmarks.gpu --plan                                  the commands for half an hour on a GPU
     python -m benchmarks.gpu --out runs/h200                         everything: 8 minutes on one GPU
     python -m benchmarks.gpu --out runs/h200 --only experts          some sections only
-    python -m benchmarks.gpu --out runs/h200 --contestants triton liger scattermoe sonicmoe my_module:my_function
+    python -m benchmarks.gpu --out runs/h200 --contestants triton liger my_module:my_function
     python -m benchmarks.gpu --out /tmp/smoke --smoke                try the suite without a GPU
 
 Each section is a process of its own, because an illegal access ends all that a process does on a GPU. results.json is
@@ -37,7 +37,7 @@ SECTIONS = {
     "overlap": ("overlap", 0.85),
     "training": ("training", 1.0),
 }
-PACKAGES = ("torch", "triton", "numpy", "liger-kernel", "scattermoe", "sonicmoe")
+PACKAGES = ("torch", "triton", "numpy", "liger-kernel")
 PLAN = """\
 python3 -m benchmarks.gpu --out runs/gpu1 --minutes 9 --only tests training
 python3 -m benchmarks.gpu --out runs/gpu2 --minutes 9 --only experts permute fp8 routing transfers
@@ -50,7 +50,6 @@ GRACE = 20.0  # seconds beyond its deadline after which a section is ended
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -129,7 +128,9 @@ def run_sections(context: Any, options: argparse.Namespace, arguments: Sequence[
         else:
             limit = ["--section", name, "--minutes", str(left / 60)]
             try:
-                code = subprocess.run([sys.executable, "-m", __package__, *arguments, *limit], timeout=left + GRACE)
+                code = subprocess.run(
+                    [sys.executable, "-m", "benchmarks.gpu", *arguments, *limit], timeout=left + GRACE
+                )
                 reason = f"the process ended with code {code.returncode}"
             except subprocess.TimeoutExpired:
                 reason = f"stopped after {left + GRACE:.0f} s"

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from .shapes import Shape
@@ -107,7 +106,7 @@ def build_grouped_mm(problem: Problem) -> Implementation:
     return _build_ours(problem, "reference")
 
 
-# ---- Other libraries ----
+# ---- Another library ----
 
 
 def build_liger(problem: Problem) -> Implementation:
@@ -119,57 +118,13 @@ def build_liger(problem: Problem) -> Implementation:
     return Implementation(lambda: LigerFusedMoEFunction.apply(*arguments), leaves)
 
 
-def build_scattermoe(problem: Problem) -> Implementation:
-    """ScatterMoE (0.3). GLUMLP stores the gate in the second half and takes routing weights in the model's dtype."""
-    from scattermoe.mlp import GLUMLP  # type: ignore[import-not-found]
-
-    shape = problem.shape
-
-    def swapped(gate_up: Tensor) -> Tensor:
-        return torch.cat([gate_up[:, shape.F :], gate_up[:, : shape.F]], dim=1)
-
-    weights_NK = problem.weights_NK.to(problem.x_ND.dtype)
-    leaves = _leaves(problem, gate_up=swapped(problem.gate_up), weights=weights_NK)
-    with torch.device("meta"):
-        mlp = GLUMLP(shape.D, shape.F, shape.E, shape.K)
-    # A module accepts only Parameters. These share memory with the leaves and replace them, to receive the gradients.
-    parameters = {name: torch.nn.Parameter(leaves[name]) for name in ("gate_up", "down")}
-    mlp.experts.weight, mlp.output_experts.weight = parameters["gate_up"], parameters["down"]
-    leaves |= parameters
-    return Implementation(lambda: mlp(leaves["x"], leaves["weights"], problem.ids_NK), leaves, {"gate_up": swapped})
-
-
-def build_sonicmoe(problem: Problem) -> Implementation:
-    """SonicMoE. Rows of gate and up alternate; weights are passed as permuted views with experts last."""
-    from sonicmoe.enums import ActivationType  # type: ignore[import-not-found]
-    from sonicmoe.functional import moe_general_routing_inputs  # type: ignore[import-not-found]
-
-    shape = problem.shape
-    leaves = _leaves(problem, gate_up=rearrange(problem.gate_up, "e (two f) d -> e (f two) d", two=2).contiguous())
-    tokens_M = torch.arange(shape.T, device=problem.x_ND.device, dtype=torch.int32).repeat_interleave(shape.K)
-    ids_M = problem.ids_NK.flatten().int()
-    stream = torch.cuda.current_stream().cuda_stream
-
-    def forward() -> Tensor:
-        w1, w2 = leaves["gate_up"].permute(1, 2, 0), leaves["down"].permute(1, 2, 0)
-        scores_M = leaves["weights"].flatten()
-        y_ND, _ = moe_general_routing_inputs(
-            leaves["x"], scores_M, tokens_M, ids_M, w1, None, w2, None, shape.E, stream, ActivationType.SWIGLU, False
-        )
-        return y_ND
-
-    return Implementation(forward, leaves, {"gate_up": lambda g: rearrange(g, "e (f two) d -> e (two f) d", two=2)})
-
-
 BUILT_IN: dict[str, BuildImplementation] = {
     "triton": build_triton,
     "grouped_mm": build_grouped_mm,
     "liger": build_liger,
-    "scattermoe": build_scattermoe,
-    "sonicmoe": build_sonicmoe,
 }
 OURS = ("triton", "grouped_mm")
-PACKAGES = {"liger": "liger_kernel", "scattermoe": "scattermoe", "sonicmoe": "sonicmoe"}
+PACKAGES = {"liger": "liger_kernel"}
 
 
 def is_installed(name: str) -> bool:

@@ -32,8 +32,9 @@ def precompile(context: Context, shapes: Sequence[Shape]) -> None:
     commands = [(*worker, name, str(SHAPES.index(shape))) for shape in shapes for name in names]
     start = time.monotonic()
     ended = run_commands(commands, max(1, (os.cpu_count() or 2) - 1), 0.5 * context.seconds_left())
-    good = sum(code == 0 for code, _ in ended)
-    context.log(f"precompiled {good} of {len(commands)} in {time.monotonic() - start:.0f} s")
+    context.log(
+        f"precompiled {sum(code == 0 for code, _ in ended)} of {len(commands)} in {time.monotonic() - start:.0f} s"
+    )
 
 
 def run_commands(commands: Sequence[Sequence[str]], workers: int, seconds: float) -> list[tuple[int | None, str]]:

@@ -7,6 +7,7 @@ T tokens, E experts, K experts per token.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,23 +37,24 @@ def measure_size(context: Context, T: int, E: int, K: int) -> None:
         "choose experts": lambda kernels: route(logits_TE, K, kernels=kernels),
         "sort by expert": lambda kernels: order_tensors(expert_order(ids_TK, E, T * K, kernels, check_ids=False)),
     }
-    operations: dict[str, Operation] = {}
+    eager: dict[str, Operation] = {}
+    calls: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
+    for kernels in ("triton", "reference"):
+        for name, operator in operators.items():
+            calls[f"{name}, {kernels}"] = call = partial(operator, kernels)
+            fault = partial(fault_of, call, partial(operator, "reference"))
+            eager[f"{name}, {kernels}"] = Operation(single_phase(call), {"": 1}, "us", fault)
+    what, graphs = f"T={T} E={E} K={K}", dict[str, Operation]()
+    context.compare(what, eager)
+    if context.device.type == "cuda":  # last: a capture that fails leaves torch on its stream
+        for name, call in calls.items():
+            if graph := captured(context, call):
+                graphs[f"{name}, CUDA graph"] = Operation(single_phase(graph.replay), {"": 1}, "us")
+        context.compare(what, graphs)
 
-    def add(name: str, operator: Callable[[Any], tuple[Tensor, ...]], kernels: str) -> None:
-        def call() -> tuple[Tensor, ...]:
-            return operator(kernels)
 
-        def fault() -> str:
-            return difference(call(), operator("reference"))
-
-        operations[name] = Operation(single_phase(call), {"": 1}, "us", fault)
-        if context.device.type == "cuda" and (graph := captured(context, call)):
-            operations[f"{name}, CUDA graph"] = Operation(single_phase(graph.replay), {"": 1}, "us")
-
-    for name, operator in operators.items():
-        for kernels in ("triton", "reference"):
-            add(f"{name}, {kernels}", operator, kernels)
-    context.compare(f"T={T} E={E} K={K}", operations)
+def fault_of(call: Callable[[], tuple[Tensor, ...]], expected: Callable[[], tuple[Tensor, ...]]) -> str:
+    return difference(call(), expected())
 
 
 def order_tensors(order: Any) -> tuple[Tensor, ...]:

@@ -165,8 +165,7 @@ def precompile_gemms(shape: Shape) -> None:
     sizes = ",".join(str(getattr(shape, name)) for name in "TDFEK")
     command = [sys.executable, "-m", "benchmarks.tune", "--shapes", sizes, "--worker"]
     commands = [[*command, str(i), str(share), str(NUM_SHARES)] for i in range(8) for share in range(NUM_SHARES)]
-    ended = run_commands(commands, max(1, (os.cpu_count() or 2) - 1), 240)
-    unfinished = sum(code is None for code, _ in ended)
+    unfinished = sum(code is None for code, _ in run_commands(commands, max(1, (os.cpu_count() or 2) - 1), 240))
     print(f"  precompiled in {time.monotonic() - start:.0f} s, {unfinished} jobs unfinished", flush=True)
 
 

@@ -15,6 +15,7 @@ from ..expert_parallel.gather import sum_over_ranks
 from ..models import MoE, TransformerStage
 from ..models.auxiliary_losses import loss_factors
 from ..models.config import ModelConfig
+from ..runtime.memory import queue_copy
 from ..runtime.shared_errors import gather_objects
 
 
@@ -64,7 +65,7 @@ class Balance:
         move: False for a skipped step, which changes no bias.
         """
         if move and self.rate:
-            load_LE = load_LE.to(device)
+            load_LE = queue_copy(load_LE, device)
             for layer, moe in self.layers.items():
                 if move_bias := getattr(moe.router, "move_bias", None):
                     move_bias(load_LE[self.rows[layer]], self.rate)

@@ -38,6 +38,7 @@ from ..runtime.graphs import MicroBatchGraph
 from ..runtime.groups import EXPERTS, build_groups, product_sms
 from ..runtime.layout import Layout, check_ep, divisors
 from ..runtime.learning_rate import OptimizerConfig
+from ..runtime.memory import queue_copy
 from ..runtime.optimizer import Optimizer
 from ..runtime.replicas import gradient_norm, replica_sets
 from ..runtime.shared_errors import build_on_all_ranks
@@ -220,15 +221,15 @@ class Pipeline:
             rows_B = torch.arange(m * size, (m + 1) * size, device=self.device) if by_row else None
             weight, *mtp_weights = found.micro_batches[m]
             if schedule.rank_of(0, m) == pp_rank:
-                inputs[m] = (x.to(self.device), *documents)
+                inputs[m] = (queue_copy(x, self.device), *documents)
             if schedule.rank_of(last, m) == pp_rank:
-                mtp = MTPBatch(x.to(self.device), mtp_weights, rows_B) if mtp_weights else None
-                labels[m] = (y.to(self.device), weight, mtp)
+                mtp = MTPBatch(queue_copy(x, self.device), mtp_weights, rows_B) if mtp_weights else None
+                labels[m] = (queue_copy(y, self.device), weight, mtp)
             context[m] = (None, rows_B) if documents else (None, None, rows_B)  # no cache
         criterion = self.stages[last].loss if last in self.stages else None
         for moe in layers if padded else ():
             assert found.positions is not None
-            moe.weights_RS = found.positions[max(0, moe.layer - self.model.num_layers + 1)].to(self.device)
+            moe.weights_RS = queue_copy(found.positions[max(0, moe.layer - self.model.num_layers + 1)], self.device)
         try:
             with weights_unchanged() if self.options.fp8 else nullcontext():
                 on_gradients = sums.complete if sums else None
@@ -249,8 +250,8 @@ class Pipeline:
                 f"cuda_graphs and --compile whole cannot leave out padding, or -100 with MTP: got {what}; use "
                 "--compile off and --set compute.cuda_graphs=false"
             )
-        weights = torch.tensor([weight for weight, *_ in found.micro_batches], device=self.device)
-        tokens, labels = (t.to(self.device).split(self.micro_batch[0]) for t in (tokens_RS, labels_RS))
+        weights = queue_copy(torch.tensor([weight for weight, *_ in found.micro_batches]), self.device)
+        tokens, labels = (queue_copy(t, self.device).split(self.micro_batch[0]) for t in (tokens_RS, labels_RS))
         return [self.whole(*batch) for batch in zip(tokens, labels, weights, strict=True)]
 
     def _begin_step(self) -> None:

@@ -26,6 +26,11 @@ def keep_freed_memory() -> None:
         mallopt(_MMAP_THRESHOLD, 32 * KB**2)
 
 
+def queue_copy(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`t` on `device`. The host waits for nothing: a copy from memory that is not pinned waits for all queued work."""
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and not t.is_cuda else t.to(device)
+
+
 def free_main_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Bytes that processes of this machine or container can still allocate, swap included; None if unknown.
 

@@ -6,9 +6,11 @@ import os
 import pytest
 import torch
 
+from benchmarks import tune
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.context import Context
-from benchmarks.gpu.gpu_tests import problem
+from benchmarks.gpu.gpu_tests import ROOT, problem
+from benchmarks.gpu.overlap import MIN_SECONDS_PER_RUN
 from tests.support.kernels import DEVICE
 
 CUSTOM = '''
@@ -45,7 +47,7 @@ def fails_later(problem):
     return dataclasses.replace(correct, forward=forward)
 '''
 IMPLEMENTATIONS = (
-    "triton", "grouped_mm", "liger", "scattermoe", "sonicmoe",
+    "triton", "grouped_mm", "liger",
     "custom_experts:doubled", "custom_experts:fails_at_once", "custom_experts:fails_later",
 )  # fmt: skip
 
@@ -55,6 +57,7 @@ interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="kernels have been imp
 
 @interpreted
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_all_sections_write_results_and_wrong_implementations_are_not_timed(tmp_path, monkeypatch):
     (tmp_path / "custom_experts.py").write_text(CUSTOM)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # the suite collects tests/gpu: starts faster
@@ -116,6 +119,18 @@ def test_invalid_options_print_one_line_and_exit_with_2(tmp_path, capsys, argume
     error = capsys.readouterr().err
     assert error.startswith(f"benchmarks.gpu: error: {message}")
     assert error.count("\n") == 1
+
+
+def test_the_plan_runs_every_section_in_commands_of_less_than_ten_minutes(capsys):
+    assert gpu.main(["--plan"]) == 0
+    plan = capsys.readouterr().out
+    assert plan in (ROOT / "docs" / "benchmarks.md").read_text()
+    options = [gpu.parse_arguments(line.split()[3:]) for line in plan.splitlines() if " benchmarks.gpu " in line]
+    assert {name for one in options for name in one.only} == {*gpu.SECTIONS}
+    assert all(60 * one.minutes + gpu.GRACE < 600 for one in options)
+    tune.shapes_of(tune.parse(plan.splitlines()[3].split()[3:]))
+    overlap = gpu.SECTIONS["overlap"][1] - gpu.SECTIONS["transfers"][1]  # if the others use all of their time
+    assert overlap * 60 * gpu.parse_arguments([]).minutes > 2 * MIN_SECONDS_PER_RUN
 
 
 # ---- What it concludes: from pytest's exit code and last line, and its own exit code ----

@@ -11,10 +11,9 @@ pytest.importorskip("triton")
 from benchmarks import tune
 from benchmarks.gpu import measure, tuning
 from benchmarks.gpu.shapes import Shape
-from benchmarks.gpu.tuned_gemms import SMOKE_TILES, Gemm, candidate_configs
+from benchmarks.gpu.tuned_gemms import Gemm, candidate_configs
 from moe_dualpipe.kernels.gpu import configs
 from moe_dualpipe.kernels.gpu.configs import TileConfig, TunedKernel
-from tests.support.kernels import DEVICE
 
 CPU = torch.device("cpu")
 H100, A100, MI300 = 232_448, 166_912, 65_536  # maximum shared memory of a block, in bytes
@@ -80,20 +79,6 @@ def test_other_entries_of_a_table_are_preserved(tmp_path):
     fewer = dataclasses.replace(new, rows=64)
     assert tuning.merged_entries(path, fewer) == [old, other, fewer]
     assert tuning.merged_entries(tmp_path / "none.json", new) == [new]
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="kernels have been imported for the compiler")
-@pytest.mark.long
-def test_the_command_tunes_every_kernel(tmp_path, capsys):
-    path = tmp_path / "moe-dualpipe" / "tuned.json"
-    assert tune.main(["--smoke", "--shapes", "7,16,16,2,1", "--out", str(path)]) == 0
-    assert "0 dropped" in capsys.readouterr().out
-    entries = configs.load_table(path)
-    assert {(entry.kernel, entry.n, entry.k) for entry in entries} == {
-        ("up", 16, 16), ("down", 16, 16), ("down_backward", 16, 16), ("up_backward", 16, 32), ("wgrad", 16, 16),
-        ("wgrad", 16, 32), ("fp8", 32, 16), ("fp8", 16, 16),
-    }  # fmt: skip
-    assert {entry.config.block_m for entry in entries} <= {tile[0] for tile in SMOKE_TILES}
 
 
 @pytest.mark.parametrize("arguments,message", [

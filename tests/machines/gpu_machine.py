@@ -2,8 +2,8 @@
 
 `hide_packages` lets imports fail that a GPU machine may lack. `install` makes torch believe in a GPU: tensors are on
 the CPU, but carry the device that they would have. An operator that mixes devices raises, as does a kernel with a
-tensor of the CPU, and whatever makes the host wait in the capture of a graph. Kernels run in Triton's interpreter.
-Nothing is asynchronous, and a replayed graph does nothing.
+tensor of the CPU, and whatever makes the host wait in `graph`, where CUDA graphs are captured. Kernels run in Triton's
+interpreter. Nothing is asynchronous, and a replayed graph does nothing.
 
     TRITON_INTERPRET=1 python -m tests.machines.gpu_machine collect          the tests for a GPU
     TRITON_INTERPRET=1 python -m tests.machines.gpu_machine suite FOLDER     tests/support/gpu_suite.py
@@ -12,7 +12,7 @@ Nothing is asynchronous, and a replayed graph does nothing.
 import re
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,20 +42,14 @@ state = SimpleNamespace(on_gpu={}, target=None, inside_kernel=False, capturing=F
 def hide_packages() -> None:
     """Let `import` fail for all installed packages except PACKAGES and what these need."""
 
-    def plain(name: str) -> str:
-        return re.sub(r"[-_.]+", "-", name).lower()
-
-    needed, todo = set(), [*PACKAGES]
-    while todo:
-        if (name := plain(todo.pop())) not in needed:
-            needed.add(name)
-            try:
-                needs = metadata.requires(name) or ()
-            except metadata.PackageNotFoundError:
-                continue
-            todo += [re.split(r"[^\w.-]", need, maxsplit=1)[0] for need in needs if "extra ==" not in need]
+    plain = lambda name: re.sub(r"[-_.]+", "-", name).lower()  # noqa: E731
+    needed = [*PACKAGES]
+    for name in needed:  # it grows
+        with suppress(metadata.PackageNotFoundError):
+            needs = [need for need in metadata.requires(name) or () if "extra ==" not in need]
+            needed += {plain(re.split(r"[^\w.-]", need, maxsplit=1)[0]) for need in needs} - {*needed}
     owners = metadata.packages_distributions()
-    hidden = {module for module, names in owners.items() if not needed & {*map(plain, names)}}
+    hidden = {module for module, names in owners.items() if not {*needed} & {*map(plain, names)}}
     sys.modules.update(dict.fromkeys(hidden - {"moe_dualpipe"}))  # type: ignore[arg-type]
 
 
@@ -66,7 +60,8 @@ def is_on_gpu(t: Tensor) -> bool:
     return found is not None and not found.expired()
 
 
-real_device, real_to = Tensor.device.__get__, Tensor.to  # type: ignore[attr-defined]
+real_device: Any = Tensor.device.__get__  # type: ignore[attr-defined]
+real_to: Any = Tensor.to
 
 
 def put(t: Tensor, on_gpu: bool) -> Tensor:
@@ -88,7 +83,7 @@ def making(on_gpu: bool | None):
 
 def host_waits(what: str) -> None:
     if state.capturing:
-        raise RuntimeError(f"the host waits in the capture of a CUDA graph: {what}")
+        raise RuntimeError(f"the host waits: {what}")
 
 
 class Devices(TorchDispatchMode):
@@ -132,11 +127,11 @@ def factory(real: Any, like: bool) -> Any:
     return call
 
 
-def move(t: Tensor, on_gpu: bool) -> Tensor:
+def move(t: Tensor, on_gpu: bool, queued: bool = False) -> Tensor:
     if is_on_gpu(t) == on_gpu or real_device(t).type == "meta":
         return t
-    if not on_gpu:
-        host_waits("cpu()")
+    if not (queued and getattr(t, "pinned", False)):
+        host_waits("a copy to or from memory that is not pinned")
     with making(on_gpu):
         return t.clone()
 
@@ -151,7 +146,13 @@ def to(t: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return real_to(t, *args, **kwargs)
     with making(None):
         found = real_to(t, *rest, **more) if rest or more else t
-    return found if device is None else move(found, wanted(device))
+    return found if device is None else move(found, wanted(device), kwargs.get("non_blocking", False))
+
+
+def pin(t: Tensor) -> Tensor:
+    pinned = t.clone()
+    pinned.pinned = True  # type: ignore[attr-defined]
+    return pinned
 
 
 class Event:
@@ -208,37 +209,36 @@ def install() -> None:
         "mem_get_info": (2**26, GPU.total_memory), "memory_allocated": 2**20, "max_memory_allocated": 2**20,
         "memory_reserved": 2**20, "reset_peak_memory_stats": None, "manual_seed_all": None, "manual_seed": None,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None, "default_stream": state.streams[0],
+        "current_stream": lambda *_: state.streams[-1], "is_current_stream_capturing": lambda: state.capturing,
+        "Event": Event, "Stream": Stream, "stream": stream, "graph": graph,
+        "CUDAGraph": type("CUDAGraph", (), {"replay": lambda _: None}),
     }  # fmt: skip
     for name, value in constants.items():
-        setattr(torch.cuda, name, lambda *_, value=value, **__: value)
-    torch.cuda.current_stream = lambda *_: state.streams[-1]
-    torch.cuda.is_current_stream_capturing = lambda: state.capturing
-    torch.cuda.Event, torch.cuda.Stream, torch.cuda.stream, torch.cuda.graph = Event, Stream, stream, graph
-    torch.cuda.CUDAGraph = type("CUDAGraph", (), {"replay": lambda _: None})
+        setattr(torch.cuda, name, value if callable(value) else lambda *_, value=value, **__: value)
     generator = torch.Generator
     torch.Generator = type("Generator", (generator,), {"__new__": lambda *_, **__: generator.__new__(generator, "cpu")})
     run = GridExecutor.__call__
 
     def run_kernel(executor: Any, *args: Any, **options: Any) -> Any:
-        outside = [
-            tuple(t.shape)
-            for t in tree_leaves((args, options))
-            if isinstance(t, Tensor) and t.numel() and not is_on_gpu(t)
-        ]
-        if outside:
-            raise ValueError(f"{executor.fn.__name__}: a pointer to CPU memory: {outside}")
-        state.inside_kernel = True
+        tensors = [t for t in tree_leaves((args, options)) if isinstance(t, Tensor) and t.numel()]
+        if not all(map(is_on_gpu, tensors)):
+            raise ValueError(f"{executor.fn.__name__}: a pointer to memory of the CPU")
+        trace, state.inside_kernel = sys.gettrace(), True
+        sys.settrace(None)  # it would take most of the time
         try:
             with _disable_current_modes():
                 return run(executor, *args, **options)
         finally:
+            sys.settrace(trace)
             state.inside_kernel = False
 
-    GridExecutor.__call__ = run_kernel
-    Tensor.device = property(lambda t: CUDA if is_on_gpu(t) else real_device(t))
-    Tensor.is_cuda, Tensor.get_device = property(is_on_gpu), lambda t: 0 if is_on_gpu(t) else -1
-    Tensor.cpu, Tensor.cuda, Tensor.to = lambda t: move(t, False), lambda t: move(t, True), to
-    Tensor.pin_memory = lambda t, *_: t
+    GridExecutor.__call__ = run_kernel  # type: ignore[method-assign]
+    methods = {
+        "device": property(lambda t: CUDA if is_on_gpu(t) else real_device(t)), "is_cuda": property(is_on_gpu),
+        "cpu": lambda t: move(t, False), "cuda": lambda t: move(t, True), "to": to, "pin_memory": pin,
+    }  # fmt: skip
+    for name, value in methods.items():
+        setattr(Tensor, name, value)
     for owner, names in ((torch, NEW + LIKE), (Tensor, METHODS)):
         for name in names:
             setattr(owner, name, factory(getattr(owner, name), name in LIKE + METHODS))
@@ -258,4 +258,4 @@ if __name__ == "__main__":
         sys.exit(pytest.main(["--collect-only", *options, *gpu_tests.FOLDERS]))
     from tests.support.gpu_suite import run_all
 
-    run_all(Path(sys.argv[2]))
+    run_all(Path(sys.argv[2]), *sys.argv[3:])

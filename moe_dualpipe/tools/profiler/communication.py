@@ -120,10 +120,6 @@ class Names:
         """The kind of a device event. Only its name and category count, not its stream."""
         return _kind(event.name, event.category, self.comm, self.compute)
 
-    def is_communication(self, kernel: str) -> bool:
-        """Whether the kernel with this name is communication."""
-        return _kind(kernel, "kernel", self.comm, self.compute) == "comm"
-
     def is_transfer(self, annotation: str) -> bool:
         """Whether an annotation is a transfer when a CPU is the device."""
         own = _own_rule(annotation, self.comm, self.compute)

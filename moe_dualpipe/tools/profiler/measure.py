@@ -63,16 +63,17 @@ class Measurement:
 
         Both differ between the runs; the shorter time counts.
         """
-        both = self.analyses.values()
-        return max(min(analysis.compute_us for analysis in both), min(analysis.comm_us for analysis in both))
+        return max(min(getattr(one, kind) for one in self.analyses.values()) for kind in ("compute_us", "comm_us"))
 
     def as_object(self) -> dict[str, Any]:
         """A JSON object with both runs."""
-        dtype = str(self.workload.dtype).removeprefix("torch.")
-        workload = asdict(self.workload) | {"device": str(self.workload.device), "dtype": dtype}
-        runs = {run: files.as_objects()[0] for run, files in self.runs.items()}
-        return {**workload, "num_ranks": self.num_ranks, "link": self.link, **runs, "bound_us": self.bound_us,
-                "possible_fraction": self.possible}  # fmt: skip
+        work = self.workload
+        return {
+            **asdict(work), "device": str(work.device), "dtype": str(work.dtype).removeprefix("torch."),
+            "num_ranks": self.num_ranks, "link": self.link,
+            **{run: files.as_objects()[0] for run, files in self.runs.items()},
+            "bound_us": self.bound_us, "possible_fraction": self.possible,
+        }  # fmt: skip
 
     def pictures(self) -> list[Picture]:
         """The lanes of both runs."""
@@ -131,8 +132,8 @@ def measure(
         pair = Pair(workload, backend := Loopback(experts, num_ranks))
         description = set_link(pair, backend, link, rounds)
     recordings = record(pair, out, rounds)
-    runs = {run: analyze_files([path]) for run, path in recordings.items()}
     possible = possible_share(recorded_events(read_trace(recordings["overlapped"])))
+    runs = {run: analyze_files([path]) for run, path in recordings.items()}
     return Measurement(workload, num_ranks, description, runs, possible)
 
 

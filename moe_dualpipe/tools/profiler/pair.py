@@ -79,10 +79,9 @@ class PairWorkload:
         tokens = f"with {self.seq:,} cached tokens each" if self.mode == "decode" else f"in sequences of {self.seq:,}"
         dtype, layers = str(self.dtype).removeprefix("torch."), plural(self.layers, "layer")
         fp8 = f", {self.fp8.replace('+', ' and ')} in FP8" if self.fp8 != "off" else ""
-        sms = f", products on {self.num_sms} SMs" if self.num_sms else ""
         return (
             f"{self.mode} on {self.device} in {dtype}: {layers} of {self.preset}, {self.tokens:,} tokens {tokens}, "
-            f"{self.routing} routing{fp8}{sms}"
+            f"{self.routing} routing{fp8}" + (f", products on {self.num_sms} SMs" if self.num_sms else "")
         )
 
 
@@ -97,12 +96,9 @@ class Pair:
         recipe = Fp8Recipe() if workload.fp8 != "off" else None
         if recipe and workload.fp8 == "experts+dispatch":
             expert_parallel = Fp8Dispatch(expert_parallel, recipe)
-        self.stage = TransformerStage(
-            config, spec, expert_parallel, StageOptions(seed, fp8=recipe, num_sms=workload.num_sms)
-        )
-        self.stage.to(workload.device, workload.dtype)
-        length = 1 if workload.mode == "decode" else workload.seq
-        shape = workload.num_sequences, length, config.hidden_size
+        options = StageOptions(seed, fp8=recipe, num_sms=workload.num_sms)
+        self.stage = TransformerStage(config, spec, expert_parallel, options).to(workload.device, workload.dtype)
+        shape = workload.num_sequences, 1 if workload.mode == "decode" else workload.seq, config.hidden_size
         random = torch.Generator().manual_seed(seed)
         self.x, self.y, self.dx = (
             torch.randn(shape, generator=random).to(workload.device, workload.dtype) for _ in range(3)
