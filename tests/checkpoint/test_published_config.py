@@ -169,11 +169,31 @@ def test_unknown_keys_that_could_change_the_model_are_refused(key):
     read_config({**config, key: 1.0 if factor else None, "license": "mit", "id2label": {"0": "a"}, "pruned_heads": {}})
 
 
+RESTATED = {
+    "qwen3_moe": {"use_qk_norm": True, "qkv_bias": False, "decoder_sparse_step": 1},
+    "mixtral": {"norm_topk_prob": True, "decoder_sparse_step": 1, "use_qk_norm": False},
+    "deepseek_v3": {"moe_router_dtype": "float32", "decoder_sparse_step": 1, "use_qk_norm": False},
+    "glm4_moe": {"moe_router_dtype": "fp32", "moe_layer_freq": 1, "scoring_func": "sigmoid"},
+}
+
+
+@pytest.mark.parametrize("kind,key", [(kind, key) for kind, keys in RESTATED.items() for key in keys])
+def test_a_key_that_says_what_the_architecture_does_loads_and_another_value_does_not(kind, key):
+    config, value = random_model(kind).config.to_dict(), RESTATED[kind][key]
+    config.pop(key, None)
+    assert read_config({**config, key: value}) == read_config({**config, key: None}) == read_config(config)
+    for other in (not value,) if isinstance(value, bool) else ("bfloat16", 3):
+        if key != "decoder_sparse_step" or kind != "qwen3_moe":  # which reads it
+            with pytest.raises(ValueError, match=key):
+                read_config({**config, key: other})
+
+
 @pytest.mark.parametrize("changes,problem", [
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: only 'silu'"),
     ({"attention_dropout": 0.1}, "attention_dropout 0.1 is not supported: only 0.0"),
     ({"sliding_window": 4096, "use_sliding_window": True}, "sliding_window"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types with 'sliding_attention' is not supported"),
+    ({"layer_types": ["full_attention"] * 2}, "layer_types has 2 entries for 3 layers"),
     ({"clip_qkv": 8.0}, "clip_qkv 8.0"),
     ({"rope_parameters": {"rope_type": "longrope", "factor": 8.0}},
      "the rotary embedding 'longrope' is not supported: only default, linear, dynamic, llama3, yarn"),

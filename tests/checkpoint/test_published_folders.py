@@ -42,7 +42,7 @@ FAULTS = [
     (lambda folder: configure(folder, vocab_size=2**30), "do not fit into the "),
     (lambda folder: (folder / "config.json").unlink(), "has no config.json: give the local folder of a published"),
     (lambda folder: (folder / "config.json").write_text("[1]"), "config.json: Expected `object`, got `array`"),
-    (lambda folder: (folder / "tokenizer.json").write_bytes(b'{"a": '), "tokenizer.json: Expecting value"),
+    (lambda folder: (folder / "tokenizer.json").write_bytes(b'{"a": '), "tokenizer.json: it is not JSON: Expecting"),
 ]  # fmt: skip
 
 
@@ -125,14 +125,24 @@ def test_weights_in_fp8_are_expanded_and_exported_in_bf16(original_fp8, folder, 
             assert torch.equal(tensor, expected[name]), (dtype, name)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e8m0fnu], ids=str)
+def test_scales_of_any_floats_are_read(folder, dtype):
+    change_tensors(folder, lambda t: t.update({k: v.to(dtype) for k, v in t.items() if k.endswith("_scale_inv")}))
+    found = from_pretrained(folder, torch.float32).state_dict()
+    change_tensors(folder, lambda t: t.update({k: v.float() for k, v in t.items() if k.endswith("_scale_inv")}))
+    expected = from_pretrained(folder, torch.float32).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
 NORM, DOWN = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8_FAULTS: dict[str, tuple[Any, str]] = {
     "vector": (lambda t: {NORM: t[NORM].to(E4M3)}, f"{NORM} has dtype .*e4m3fn, which is not supported"),
     "whole numbers": (lambda t: {DOWN: t[DOWN].view(torch.int8)}, f"{DOWN} has dtype torch.int8, which"),
     "e5m2": (lambda t: {DOWN: t[DOWN].view(E5M2)}, f"{DOWN} has dtype torch.float8_e5m2, which is not supp"),
-    "shape": (lambda _: {f"{DOWN}_scale_inv": torch.ones(3, 2)}, r"must be float32 \[2, 3\], one scale"),
-    "dtype": (lambda _: {f"{DOWN}_scale_inv": torch.ones(2, 3).bfloat16()}, "must be float32"),
+    "shape": (lambda _: {f"{DOWN}_scale_inv": torch.ones(3, 2)}, r"must be \[2, 3\], one scale for each block"),
+    "dtype": (lambda _: {f"{DOWN}_scale_inv": torch.ones(2, 3).double()}, "must be .2, 3., one .*float8_e8m0fnu$"),
+    "missing": (lambda t: t.pop(f"{DOWN}_scale_inv") is None or {}, f"scales of matrices in fp8: {DOWN}_scale_inv$"),
     "without a weight": (lambda _: {f"{NORM}_scale_inv": torch.ones(1)}, f"does not have: {NORM}_scale_inv"),
     "gptq": ({"quant_method": "gptq"}, "'gptq'.* is not supported: it needs "),
     "blocks": ({"weight_block_size": [64, 128]}, "is not supported"), "format": ({"fmt": "e5m2"}, "is not supported"),

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from moe_dualpipe.checkpoint import check_weights, load_weights
 from moe_dualpipe.checkpoint.huggingface import PublishedModel, from_pretrained, save_pretrained
+from moe_dualpipe.checkpoint.huggingface.architectures import ARCHITECTURES
 from moe_dualpipe.checkpoint.weights import global_weights
 from tests.support.published import (
     CONFIGS,
@@ -179,6 +180,27 @@ def test_the_rank_that_loads_a_tensor_refuses_copies_that_differ(kind, copy, ori
     load_weights(folder, {f"model.{name}": tensor for name, tensor in weights.items() if name != held})
     change_tensors(folder, lambda tensors: tensors.pop(copy))  # it may be missing
     load_weights(folder, {f"model.{held}": weights[held]})
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_a_small_folder_whose_mtp_was_not_saved_loads(kind, layers, tmp_path):
+    model = random_model(kind, num_hidden_layers=layers, first_k_dense_replace=0)
+    configure(save(model, tmp_path / "saved"), num_nextn_predict_layers=1)
+    found = from_pretrained(tmp_path / "saved")
+    assert (found.config.num_layers, found.config.mtp_layers) == (layers, 0)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_experts_that_transformers_saved_as_one_tensor_load(kind, tmp_path):
+    model = random_model(kind)
+    one, other = (save(model, tmp_path / str(original), save_original_format=original) for original in (True, False))
+    assert any(name.endswith("experts.gate_up_proj") for name in load_file(other / "model.safetensors"))
+    expected, found = (from_pretrained(folder).state_dict() for folder in (one, other))
+    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in found)
+    change_tensors(other, lambda t: t.update({k: v[:-1] for k, v in t.items() if k.endswith("experts.down_proj")}))
+    with pytest.raises(ValueError, match=r"lacks tensors of the model"):
+        from_pretrained(other)
 
 
 def test_a_folder_without_mtp_tensors_loads_without_mtp_but_not_with_some(tmp_path):

@@ -60,14 +60,14 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         options |= {"num_shared_experts": total // max(options["expert_size"], 1), "shared_gate": total > 0}
     if architecture.greedy:
         options |= _read_groups(config, architecture)
-    _refuse_windows(config, architecture)
+    _refuse_windows(config, architecture, options["num_layers"])
     check_types(options)
     model = ModelConfig(**options)
     written = write_config(model, architecture)
     for key in _DERIVED & written.keys():
         if (value := config.get(key)) not in (None, written[key]):
             raise ValueError(f"{key} {quoted(value, 60)} contradicts other sizes: only {written[key]} is supported")
-    config.refuse_others()
+    config.refuse_others(model)
     return model
 
 
@@ -163,13 +163,15 @@ def is_interleaved(config: Mapping[str, Any]) -> bool:
     return bool(value)
 
 
-def _refuse_windows(config: Mapping[str, Any], architecture: Architecture) -> None:
+def _refuse_windows(config: Mapping[str, Any], architecture: Architecture, layers: int) -> None:
     if "use_sliding_window" in architecture.fixed:
         config.get("sliding_window")  # has no effect, because use_sliding_window is false
     kinds = config.get("layer_types")
     others = [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, list) else [kinds]
     if kinds is not None and others:
         raise ValueError(f"layer_types with {quoted(others[0], 60)} is not supported: only 'full_attention'")
+    if isinstance(kinds, list) and len(kinds) != layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {layers} layers")
 
 
 _FACTOR, _POSITIONS = ("factor", "yarn_factor", REQUIRED), "original_max_position_embeddings"
@@ -288,7 +290,8 @@ def write_config(model: ModelConfig, architecture: Architecture) -> dict[str, An
 # ---- Keys that nothing reads ----
 #
 # Other programs write many keys, and new versions of an architecture add more. A key such as `embedding_multiplier`,
-# whose name contains a word for a part of the model, is refused unless its value means "off".
+# whose name contains a word for a part of the model, is refused unless its value means "off", or what the
+# model computes: `use_qk_norm` of Qwen3-Coder says what its architecture always does.
 
 
 _PARTS = """
@@ -308,6 +311,15 @@ _WORDS = frozenset(_PARTS.split())
 _HARMLESS = frozenset(_OF_OTHERS.split())
 """Keys with such a word that do not change what the model computes, or that are read elsewhere."""
 _FACTORS = {"factor", "multiplier", "scale", "scaling"}
+_DTYPES = (("fp32", "float32"), ("torch.float32", "float32"))
+_MEANINGS = (
+    *(key for architecture in ARCHITECTURES.values() for key in architecture.keys),
+    JsonKey("scoring_func", "router_score"), JsonKey("qk_norm", "qk_norm", values=((False, "none"), (True, "head"))),
+    *(JsonKey(key, "router_dtype", values=_DTYPES) for key in ("router_dtype", "moe_router_dtype")),
+)  # fmt: skip
+"""Keys with the same meaning in every architecture, though only some read them."""
+_EVERY_LAYER = {"decoder_sparse_step", "moe_layer_freq"}
+"""1 means that every layer that is not called dense has experts."""
 
 
 class ReadKeys(dict[str, Any]):
@@ -321,15 +333,28 @@ class ReadKeys(dict[str, Any]):
         self.read.add(key)
         return super().get(key, default)
 
-    def refuse_others(self) -> None:
-        """Raise ValueError for a key that was not read and could change what the model computes."""
+    def refuse_others(self, model: ModelConfig) -> None:
+        """Raise ValueError for a key that was not read and could say something else than what `model` computes."""
         for key, value in self.items():
             name = key.strip("_")
-            words = {*name.lower().split("_")}
-            if key in self.read or name in _HARMLESS or not words & _WORDS or is_off(words, value):
+            words, same = {*name.lower().split("_")}, restates(key, value, model)
+            if key in self.read or name in _HARMLESS or not words & _WORDS or same:
+                continue
+            if is_off(words, value) and not (value is False and same is False):
                 continue
             what = f"{printable(key, 60)} {quoted(value, 60)}"
             raise ValueError(f"{what} is unknown for this architecture, and could change what the model computes")
+
+
+def restates(key: str, value: Any, model: ModelConfig) -> bool | None:
+    """Whether a key of another architecture has the value of `model`; None for a key of none."""
+    if key in _EVERY_LAYER:
+        return value == 1 and value is not True
+    known = [one for one in _MEANINGS if key in (one.key, one.also)]
+    meant = [next((option for published, option in one.values if published == value), value) for one in known]
+    return (
+        all(option == getattr(model, one.option) for option, one in zip(meant, known, strict=True)) if known else None
+    )
 
 
 def is_off(words: set[str], value: Any) -> bool:

@@ -4,10 +4,11 @@ The whole folder is checked before the first tensor is read: it must have every 
 shape, and no others. So experts are never dropped silently.
 """
 
-import dataclasses
+import math
 import os
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from ...expert_parallel import ExpertParallel
 from ...kernels.fp8 import Fp8Matrix
 from ...messages import printable, quoted
 from ...models import ModelConfig, StageOptions, TransformerStage, build_model
-from ..tensor_file import TensorFolder
+from ..tensor_file import TensorEntry, TensorFolder
 from ..weights import OwnLayer, check_sizes, global_weights, group_names, with_named_layers
 from .architectures import Architecture
 from .companions import BLOCK, read_companions
@@ -32,6 +33,7 @@ _DERIVED = ".rotary_emb.inv_freq"  # tables of angles, which old versions of tra
 _OURS = {EMBEDDING: "embedding.weight", HEAD: "head.weight"}
 _PIECE = 2**24  # numbers that are compared at a time
 SCALE = "_scale_inv"
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 
 
@@ -55,9 +57,10 @@ class PublishedModel:
         except ValueError as error:
             raise ValueError(f"{printable(folder / CONFIG_FILE)}: {error}") from None
         self._tensors = TensorFolder(folder)
-        check_sizes(config, [entry.shape for entry in self._tensors.entries.values()], printable(folder))
+        self._tensors.entries = unstacked(self._tensors.entries, self.architecture, config.num_experts)
         self.layout = self._layout(config)
         self.config: ModelConfig = self.layout.model
+        check_sizes(self.config, [entry.shape for entry in self._tensors.entries.values()], printable(folder))
         self._check()
         stored = self._tensors.entries[EMBEDDING].dtype
         self.dtype = stored if stored.itemsize > 1 else torch.bfloat16
@@ -114,7 +117,7 @@ class PublishedModel:
         """The layout of this folder, without MTP if its tensors are missing: transformers does not write them."""
         names = self._tensors.entries.keys()
         if config.mtp_blocks and f"model.layers.{config.num_layers}.eh_proj.weight" not in names:
-            config = dataclasses.replace(config, mtp_layers=0)
+            config = replace(config, mtp_layers=0)
         interleaved = self.architecture.interleaved and is_interleaved(self.source)
         return TensorLayout(config, self.architecture, interleaved)
 
@@ -128,16 +131,19 @@ class PublishedModel:
             )
         known = shapes | {name: shapes[original] for name, original in self._copies.items()}
         known |= {name: shape for name, shape in self.layout.unused().items() if name in entries}
-        scales = set()
+        matrices = [name for name in known if self._fp8 and entries[name].dtype == torch.float8_e4m3fn]
+        scales = {f"{name}{SCALE}" for name in matrices if len(known[name]) == 2}
+        if missing := scales - entries.keys():
+            raise ValueError(f"{where} lacks scales of matrices in fp8: {group_names(missing)}")
         for name, shape in known.items():
             found, what = entries[name], f"{where}: {printable(name, 100)}"
             if found.shape != shape:
                 raise ValueError(f"{what} has shape {[*found.shape]}, but by config.json it must have {[*shape]}")
-            if self._fp8 and found.dtype == torch.float8_e4m3fn and len(shape) == 2:
-                scales.add(scale := f"{name}{SCALE}")
-                stored, blocks = entries.get(scale), blocks_of(shape)
-                if stored is None or (stored.shape, stored.dtype) != (blocks, torch.float32):
-                    raise ValueError(f"{what}{SCALE} must be float32 {[*blocks]}, one scale for each block")
+            if (scale := f"{name}{SCALE}") in scales:
+                stored, blocks = entries[scale], blocks_of(shape)
+                if stored.shape != blocks or stored.dtype not in SCALE_DTYPES:
+                    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in SCALE_DTYPES)
+                    raise ValueError(f"{what}{SCALE} must be {[*blocks]}, one scale for each block, of {dtypes}")
             elif not found.dtype.is_floating_point or found.dtype.itemsize == 1:
                 raise ValueError(
                     f"{what} has dtype {found.dtype}, which is not supported: only matrices may be float8_e4m3fn, with "
@@ -162,7 +168,28 @@ class PublishedModel:
         tensor = self._tensors.read(name)
         if tensor.dtype.itemsize > 1:
             return tensor
-        return Fp8Matrix(tensor, self._tensors.read(f"{name}{SCALE}"), BLOCK, BLOCK).read(dtype)
+        return Fp8Matrix(tensor, self._tensors.read(f"{name}{SCALE}").float(), BLOCK, BLOCK).read(dtype)
+
+
+def unstacked(entries: Mapping[str, TensorEntry], architecture: Architecture, experts: int) -> dict[str, TensorEntry]:
+    """The tensors of a folder by their published names. transformers 5 can also save those of all experts as one.
+
+    Names are then those of its modules. The rows of a matrix are consecutive bytes: each gets an entry of its own.
+    """
+    gate, up, down = architecture.matrices
+    stacks = {"gate_up_proj": (gate, up), "down_proj": (down,)}
+    found = dict[str, TensorEntry]()
+    for name, entry in entries.items():
+        layer, inside, part = name.partition(".mlp.")
+        matrices, prefix = stacks.get(part.removeprefix("experts.")), f"{layer}.{architecture.mlp}."
+        if matrices is None or len(entry.shape) != 3 or entry.shape[0] != experts or not entry.nbytes:
+            found[f"{prefix}{part}" if inside else name] = entry
+            continue
+        shape = entry.shape[1] // len(matrices), entry.shape[2]
+        for i in range(experts * len(matrices)):
+            at = f"{prefix}experts.{i // len(matrices)}.{matrices[i % len(matrices)]}.weight"
+            found[at] = replace(entry, shape=shape, start=entry.start + i * math.prod(shape) * entry.dtype.itemsize)
+    return found
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:

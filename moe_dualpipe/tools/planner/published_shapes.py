@@ -146,11 +146,16 @@ def _size(keys: Mapping[str, Any], what: str, default: int | None = None, most: 
     return default
 
 
-def _list(keys: Mapping[str, Any], key: str) -> list[Any]:
-    """The list of numbers or names under `key`; [] if there is none. Raises ValueError for other entries."""
+def _list(keys: Mapping[str, Any], key: str, entries: int | None = None) -> list[Any]:
+    """The list of numbers or names under `key`; [] if there is none. Raises ValueError for other entries.
+
+    entries: how many it must have.
+    """
     found = value if isinstance(value := keys.get(key), list) else []
     if not all(isinstance(one, int | str) for one in found):
         raise ValueError(f"{key} must be a list of numbers or names: got {quoted(value, 60)}")
+    if found and entries not in (None, len(found)):
+        raise ValueError(f"{key} has {len(found)} entries for {entries} layers")
     return found
 
 
@@ -168,10 +173,10 @@ def _attention(keys: Mapping[str, Any], hidden: int, window: int) -> AttentionSh
 
 def _windows(keys: Mapping[str, Any], num_layers: int) -> list[int]:
     """The window of each layer. Chunks of positions count as windows of their length, which is an upper bound."""
-    window, kinds = _size(keys, "window", 0), _list(keys, "layer_types")
+    window, kinds = _size(keys, "window", 0), _list(keys, "layer_types", num_layers)
     if unknown := {*kinds} - {"full_attention", "sliding_attention", "chunked_attention", "attention"}:
         raise ValueError(f"layer_types has {quoted(min(map(str, unknown)), 60)}, which the planner does not support")
-    if keys.get("use_sliding_window") is False or len(kinds) not in (0, num_layers):
+    if keys.get("use_sliding_window") is False:
         window = 0
     pattern = keys.get("sliding_window_pattern") or _WINDOW_PATTERN.get(keys.get("model_type") or "")
     if kinds:
@@ -182,9 +187,8 @@ def _windows(keys: Mapping[str, Any], num_layers: int) -> list[int]:
 def _expert_layers(keys: Mapping[str, Any], num_layers: int) -> set[int]:
     if listed := _list(keys, "moe_layers"):
         return {*listed}
-    for kinds in (_list(keys, "mlp_layer_types"), _list(keys, "moe_layer_freq")):
-        if len(kinds) == num_layers:
-            return {index for index, kind in enumerate(kinds) if kind not in (0, "dense")}
+    if kinds := _list(keys, "mlp_layer_types", num_layers) or _list(keys, "moe_layer_freq", num_layers):
+        return {index for index, kind in enumerate(kinds) if kind not in (0, "dense")}
     first, every, dense = _size(keys, "first_dense", 0), _size(keys, "every", 1), _list(keys, "mlp_only_layers")
     return {index for index in range(first, num_layers) if (index + 1) % every == 0 and index not in dense}
 

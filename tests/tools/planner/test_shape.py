@@ -271,7 +271,8 @@ def test_a_family_that_this_project_trains_is_read_as_for_its_weights():
 REFUSED = {
     "hidden_size": (None, 0, 8.0), "num_attention_heads": (0, ["a", 2]), "num_hidden_layers": ("4", 10_001, 0),
     "moe_intermediate_size": (0,), "num_key_value_heads": (0,), "vocab_size": (-3,), "num_experts_per_tok": (None,),
-    "layer_types": ([["a"], "b"], ["linear_attention"] * 2), "mlp_only_layers": ([{}],), "index_topk": (2048,),
+    "layer_types": ([["a"], "b"], ["linear_attention"] * 2, ["full_attention"] * 3), "moe_layer_freq": ([0, 1, 1],),
+    "mlp_layer_types": (["dense"] * 3,), "mlp_only_layers": ([{}],), "index_topk": (2048,),
     "attention heads": ({"num_attention_heads": 4, "num_key_value_heads": 3}, {"num_attention_heads": 9}),
     "experts": ({"num_experts_per_tok": 5}, {"model_type": "jetmoe"}),
     "conv_L_cache": (3,), "hybrid_override_pattern": ("M-",), "kv_lora_rank": (4,),
