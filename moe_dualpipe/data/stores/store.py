@@ -55,15 +55,13 @@ def call(url: Url, operation: Callable[[Any, str], Result], patience: Patience =
     for name, server in ((name, os.environ.get(name)) for name in _ENDPOINTS):
         match = _SERVER.fullmatch(server or "http://default")
         if match is None or int(match[2] or 0) >= 2**16:  # obstore would panic, and print that
-            text = f"{name}={printable(server)} is not the address of a server"
-            raise StorageError(f"{url}: {text}: write, for example, https://s3.example.com:9000")
+            raise StorageError(
+                f"{url}: {name}={printable(server)} is not the address of a server: write, for example, "
+                "https://s3.example.com:9000"
+            )
     try:
         return call_in_thread(lambda: operation(_store(url.scheme, url.bucket, patience), url.key), "storage").result()
-    except BaseException as error:
-        if type(error).__name__ == "PanicException":  # of a library in Rust
-            raise StorageError(f"{url}: {printable(error)}") from None
-        if not isinstance(error, Exception):
-            raise
+    except Exception as error:
         raise (storage_error(url, error) or error) from None
 
 
