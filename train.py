@@ -7,6 +7,7 @@
 `moe-dualpipe train` is the same command. The code is in moe_dualpipe/training/: loop.py is a run on a page.
 """
 
+import moe_dualpipe.quiet_start  # noqa: F401 - first
 from moe_dualpipe.commands.train import main
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""`python -m moe_dualpipe`: the same as `moe-dualpipe`."""
+"""The console script `moe-dualpipe`, and `python -m moe_dualpipe`."""
 
 import sys
 
+from . import quiet_start  # noqa: F401 - first
 from .cli import main
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ exit with code 2. An invalid schedule, an error in your own layer and a full dis
 import errno
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -73,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             command = _parse(words)
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # a command may clean up
             return (command.run() if command else 0) or 0
         finally:  # also after --help, which exits
             _flush_output()

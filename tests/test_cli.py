@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.messages import printable, quoted, shell_word, unknown_name
 from moe_dualpipe.schedule import Costs, add_comms, build, fill, least_time, simulate
 from moe_dualpipe.training.options import parse_arguments
+from tests.support.runs import ROOT
 
 SHOW = ["schedule", "show", "dualpipe", "--pp", "4", "--micro-batches", "10"]
 
@@ -60,6 +62,14 @@ def test_check_validates_transfers(capsys, tmp_path):
     code, out, err = run(capsys, "schedule", "check", path)
     assert (code, out) == (1, "")
     assert err.startswith("lowered.csv: blocking transfers deadlock: rank 0 at 0RECV_B0; rank 1 at 1RECV_F1\n")
+
+
+@pytest.mark.parametrize("program", [["train.py"], ["-m", "moe_dualpipe", "generate", "run"]], ids=str)
+def test_ctrl_c_during_the_imports_prints_nothing(tmp_path, program):
+    (tmp_path / "difflib.py").write_text("import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(9)\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run([sys.executable, *program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.touch() or os.truncate(path, 1 << 27)])

@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -68,10 +69,7 @@ def write_routes(path: Path, layers: Mapping[int, tuple[Tensor, Tensor]], run: M
 def run_of_file(path: Path) -> dict[str, Any]:
     """What the numbers in a file depend on; {} if it does not say so. Raises ValueError."""
     with reading(path):
-        run = parse(read_metadata(path).get("run", "{}"))
-        if not isinstance(run, dict):
-            raise ValueError("its metadata are not those of a run")
-        return run
+        return msgspec.convert(parse(read_metadata(path).get("run", "{}")), dict)
 
 
 def check_same_run(path: Path, found: Mapping[str, Any], run: Mapping[str, Any]) -> None:

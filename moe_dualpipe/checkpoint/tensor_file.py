@@ -117,7 +117,7 @@ def _entries(local: Path, path: Path, first: bytes | bytearray, size: int) -> di
 
 def read_metadata(path: Path) -> dict[str, str]:
     """The texts in the header of a local file whose tensors `read_header` has found."""
-    with reading(path), safe_open(path, "pt") as opened:
+    with safe_open(path, "pt") as opened:
         return opened.metadata() or {}
 
 

@@ -48,7 +48,9 @@ def choose(
     Errors name the nearest layout that fits, if there is one; if memory is the reason, `problem` does.
     """
     asked = None
-    _of_file.cache_clear()
+    _read.cache_clear()
+    if is_file_name(config.parallel.schedule):
+        _read(config.parallel.schedule)  # an invalid file is an error in every layout
     try:
         asked = _asked(config, processes)
         why = problem(asked)
@@ -140,20 +142,10 @@ def _schedule(name: str, pp: int, micro_batches: int, chunks: int | None) -> Sch
     return schedule
 
 
-def _read(name: str) -> Schedule:
-    """The schedule in a file."""
-    if isinstance(found := _of_file(name), Exception):
-        raise found
-    return found
-
-
 @cache
-def _of_file(name: str) -> Schedule | ValueError | OSError:
-    """The schedule in a file, or why there is none: a choice tries many layouts."""
-    try:
-        return read_schedule(Path(name))[0]
-    except (ValueError, OSError) as error:
-        return error
+def _read(name: str) -> Schedule:
+    """The schedule in a file, which is read once for a choice."""
+    return read_schedule(Path(name))[0]
 
 
 def listed_layers(config: TrainConfig) -> tuple[int, ...]:

@@ -77,8 +77,9 @@ _CHANGES = {
     ),
     "mathematics": (
         "steps", "bias_rate", "freeze", "optim.", "model.", "batch.document_mask", "compute.dtype",
-        "parallel.expert_sums",
+        "parallel.expert_sums", "compute.fp8", "batch.replay_routes",
     ),
+    "order of the work": ("parallel.schedule",),
 }  # fmt: skip
 """What a resumed run does otherwise if a key with this beginning has another value. Rounding is not meant."""
 _REPLACED = {

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ..checkpoint import list_checkpoints
 from ..checkpoint.atomic_folder import is_there
-from ..checkpoint.destinations import run_of
+from ..checkpoint.destinations import STEP_FOLDER, run_of
 from ..checkpoint.huggingface import find_architecture
+from ..checkpoint.manifest import RUN_FILE
 from ..command_line import OptionError
 from ..data import Batches, stores
 from ..integrations.trackers import check_installed
@@ -62,6 +63,7 @@ NOTHING_GIVEN = Given()
 def check_options(config: TrainConfig, given: Given = NOTHING_GIVEN) -> None:
     """Raise ValueError for the first invalid option or combination."""
     check_types(config)
+    refuse(out_rules(config.checkpoint.out))
     for options, low, high in RANGES:
         for option in options.split():
             if (value := value_of(config, option)) is not None:
@@ -154,6 +156,21 @@ def no_folder_rules(config: TrainConfig) -> Iterator[Rule]:
         ("profile", config.metrics.profile), ("wandb", config.metrics.wandb), ("export", config.checkpoint.export),
     ):  # fmt: skip
         yield Rule(value, f"{option}={value!r} writes files: name a folder, CheckpointConfig(out=...)")
+
+
+def out_rules(out: str | None) -> Iterator[Rule]:
+    """Refuse a folder for a run that cannot be made, or from which no run could be resumed."""
+    if out is None:
+        return
+    shown, folder = f"--out {printable(out)}", Path(out.removeprefix("file://"))
+    like = folder.name == "checkpoints" or STEP_FOLDER.fullmatch(folder.name)
+    other = f"{printable(out.rstrip('/'))}-run"
+    yield Rule(like, f"{shown} is named like the checkpoints of a run: use another name, such as {other}")
+    yield Rule(any("\udc80" <= c <= "\udcff" for c in out), f"{shown} is not UTF-8: use another name")
+    if not stores.is_url(out):
+        yield Rule(is_there(folder) and not folder.is_dir(), f"{shown} is not a folder: use another --out")
+        inside = next((str(parent) for parent in folder.absolute().parents if (parent / RUN_FILE).is_file()), "")
+        yield Rule(inside, f"{shown} is inside the checkpoint {printable(inside)}: use a folder elsewhere")
 
 
 def new_folder_rules(folder: Path, options: CheckpointConfig) -> Iterator[Rule]:

@@ -147,6 +147,9 @@ def test_what_cannot_be_reached_is_one_line(monkeypatch):
         info(Url("foo://bucket/x"))
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     assert re.match(r".*obstore.*: pip install 'moe-dualpipe\[cloud\]'$", given_up("s3://bucket/x"))
+    for server in ("http://127.0.0.1:99999", "http://[::bad", "not a url", "http://", "ftp://x", "http://a b"):
+        problem = f"AWS_ENDPOINT_URL={re.escape(server)} is not the address of a server: write, for example, https://"
+        assert re.match(problem, given_up("s3://bucket/x", monkeypatch, AWS_ENDPOINT_URL=server))
 
 
 def test_hf_is_read_through_its_own_library(monkeypatch):

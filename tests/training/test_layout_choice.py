@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moe_dualpipe.models import ModelConfig, split
 from moe_dualpipe.runtime.layout import divisors
-from moe_dualpipe.schedule import NAMES, Costs, build, fill
+from moe_dualpipe.schedule import NAMES, Costs, ScheduleError, build, fill
 from moe_dualpipe.training import layout_choice
 from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.layout_choice import choose
@@ -167,6 +167,6 @@ def test_a_file_that_is_no_schedule_is_read_once(tmp_path, monkeypatch):
     (tmp_path / "mine.csv").write_text("0F0,0F0,0B0")
     reads, read = [], layout_choice.read_schedule
     monkeypatch.setattr(layout_choice, "read_schedule", lambda path: reads.append(path) or read(path))
-    with pytest.raises(ValueError, match=r"^mine\.csv: stage 0 runs micro-batch 0 with 2 forwards"):
+    with pytest.raises(ScheduleError, match=r"^mine\.csv: stage 0 runs micro-batch 0 with 2 forwards"):
         choice(2)
     assert len(reads) == 1

@@ -165,14 +165,21 @@ def test_what_is_typed_overrides_the_file_and_the_file_the_preset(tmp_path):
 
 
 def test_a_request_knows_what_was_typed_and_how_it_differs_from_the_resumed_run(tmp_path):
-    config = build_config({"optim.lr": 0.5, "steps": 6, "parallel.pp": 2, "metrics.profile": 3})
+    old = {"optim.lr": 0.5, "steps": 6, "parallel.pp": 2, "metrics.profile": 3, "parallel.schedule": "a.csv"}
+    config = build_config(old)
     (tmp_path / "run.toml").write_text(to_toml(config))
     (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
     for resume in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-000002"):
-        request = parse(["--resume", str(resume), "--lr", "0.25", "--steps", "9", "--batch-size", "16"])
-        assert request.typed == {"optim.lr", "steps"}
+        more = ["--schedule", "b.csv", "--set", "compute.fp8=experts", "batch.replay_routes=c"]
+        request = parse(["--resume", str(resume), "--lr", "0.25", "--steps", "9", "--batch-size", "16", *more])
+        other = {"parallel.schedule", "compute.fp8", "batch.replay_routes"}
+        assert request.typed == {"optim.lr", "steps"} | other
         assert request.from_file and changes(request.saved or {}, request.config) == [
-            "steps 6 -> 9; this changes the mathematics", "optim.lr 0.5 -> 0.25; this changes the mathematics",
+            "steps 6 -> 9; this changes the mathematics",
+            "parallel.schedule 'a.csv' -> 'b.csv'; this changes the order of the work",
+            "compute.fp8 'off' -> 'experts'; this changes the mathematics",
+            "batch.replay_routes None -> 'c'; this changes the mathematics",
+            "optim.lr 0.5 -> 0.25; this changes the mathematics",
         ]  # fmt: skip
         assert (request.config.parallel.pp, request.config.steps, request.config.metrics.profile) == (2, 9, 0)
     assert not parse(["--lr", "0.25"]).from_file

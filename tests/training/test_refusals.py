@@ -11,10 +11,12 @@ import torch
 
 from moe_dualpipe.checkpoint import global_weights
 from moe_dualpipe.commands.train import main
+from moe_dualpipe.messages import printable
 from moe_dualpipe.models import build_model
 from moe_dualpipe.training import resolve, train
 from moe_dualpipe.training.restart import Agreed
 from tests.support import special_experts
+from tests.support.checkpoints import write_manifest
 from tests.support.ranks import run_ranks
 from tests.support.runs import ROOT, SHALLOW, SMALL, change, make_run, make_trainer, settings
 
@@ -49,7 +51,7 @@ TYPED = [
     (1, "--device cuda", "--device cuda: torch finds no GPU on this machine; use --device cpu"),
     (1, "--kernels triton --device cpu", "--kernels triton needs a GPU, and this run is on the CPU: use --kernels re"),
     (1, "--resume /nowhere", "no checkpoint in /nowhere: give the folder of a run or of a checkpoint"),
-    (1, "--out LICENSE", "cannot create LICENSE: File exists"),
+    (1, "--out LICENSE", "--out LICENSE is not a folder: use another --out"),
     (1, "--out LICENSE/below", "cannot create LICENSE/below: Not a directory"),
     (1, "--experts json:loads", "cannot build the expert layer 'json:loads': TypeError"),
     (1, "--experts nowhere:Experts", "cannot import the expert layer 'nowhere:Experts'"),
@@ -113,6 +115,36 @@ def test_a_command_that_is_refused_prints_one_line_on_the_first_rank(monkeypatch
         assert printed.err.startswith(expected) and printed.err.count("\n") == (not rank), printed.err
         assert printed.err.removesuffix("\n").isprintable()
     assert {*os.listdir()} == before
+
+
+OUTS = {
+    "new/checkpoints": "is named like the checkpoints of a run: use another name, such as new/checkpoints-run",
+    "step-000010/": "is named like the checkpoints of a run: use another name, such as step-000010-run",
+    "old/checkpoints/step-000001/x": "is inside the checkpoint {}/old/checkpoints/step-000001: use a folder elsewhere",
+    "file": "is not a folder: use another --out",
+    "nowhere": "is not a folder: use another --out",
+    "file://nowhere": "is not a folder: use another --out",
+    "\udcff": "is not UTF-8: use another name",
+}
+
+
+@pytest.mark.parametrize("out,problem", OUTS.items(), ids=range(len(OUTS)))
+def test_a_folder_that_cannot_be_made_or_resumed_is_refused(tmp_path, monkeypatch, out, problem):
+    monkeypatch.chdir(tmp_path)
+    write_manifest(tmp_path / "old" / "checkpoints" / "step-000001")
+    (tmp_path / "file").touch()
+    (tmp_path / "nowhere").symlink_to("missing")
+    with pytest.raises(ValueError) as error:
+        make_run(["--out", out])
+    assert str(error.value) == f"--out {printable(out)} {problem.format(tmp_path)}"
+
+
+def test_a_link_and_a_file_url_are_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for out, folder in (("link", Path("link")), (f"file://{tmp_path}/new", tmp_path / "new")):
+        assert make_run(["--out", out]).folder == folder
 
 
 FILES = {

@@ -4,6 +4,7 @@ obstore does not know hf:// (see local_copies.py).
 """
 
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -13,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from ...messages import unknown_name
+from ...messages import printable, unknown_name
 from .threads import Result, call_in_thread
 from .urls import MissingError, StorageError, Url, storage_error
 
@@ -23,6 +24,8 @@ PART = 8 * 2**20
 MAX_PARTS = 10_000
 _CONCURRENT = 4
 _CONNECT = timedelta(seconds=10)
+_ENDPOINTS = "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
+_SERVER = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:]+\])(?::(\d{1,5}))?(/[!-~]*)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,13 @@ class StoredFile:
 
 def call(url: Url, operation: Callable[[Any, str], Result], patience: Patience = QUICK) -> Result:
     """Return `operation(store, path)`. Raises StorageError, and the operation's own errors."""
-
+    for name, server in ((name, os.environ.get(name)) for name in _ENDPOINTS):
+        match = _SERVER.fullmatch(server or "http://default")
+        if match is None or int(match[2] or 0) >= 2**16:  # obstore would panic, and print that
+            raise StorageError(
+                f"{url}: {name}={printable(server)} is not the address of a server: write, for example, "
+                "https://s3.example.com:9000"
+            )
     try:
         return call_in_thread(lambda: operation(_store(url.scheme, url.bucket, patience), url.key), "storage").result()
     except Exception as error:
