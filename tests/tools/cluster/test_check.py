@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from moe_dualpipe import cli
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.tools.cluster import Problem, RankFacts, Report, check, check_cluster
+from moe_dualpipe.tools.cluster import CheckedRank, ClusterReport, Problem, check, check_cluster
 from tests.support.ranks import exits_and_logs, run_ranks
 from tests.support.runs import ROOT
 
@@ -21,7 +21,9 @@ ALIKE = {"moe-dualpipe": "0.1.0", "torch": "2.11.0", "device": "cuda", "processe
 
 def cluster(*changes):
     """Facts of machines a, b, c ... with two ranks each. changes: what differs on each machine."""
-    return [RankFacts(rank, f"gpu-{'abcd'[rank // 2]}", ALIKE | changes[rank // 2]) for rank in range(2 * len(changes))]
+    return [
+        CheckedRank(rank, f"gpu-{'abcd'[rank // 2]}", ALIKE | changes[rank // 2]) for rank in range(2 * len(changes))
+    ]
 
 
 def links_of(machines, slow=lambda _a, _b: 1.0):
@@ -112,7 +114,7 @@ def test_the_page_shows_the_report():
     memory = {(rank,): 2921.0 + rank for rank in range(8)}
     speeds = {check._PRODUCT: products, check._MEMORY: memory, check._WITHIN: within, check._BETWEEN: between}
     slow = [problem for kind in speeds for problem in check.find_slow(kind, speeds[kind], facts)]
-    printed = str(Report(facts, [*(one for _, one in check.find_differences(facts)), *slow], speeds))
+    printed = str(ClusterReport(facts, [*(one for _, one in check.find_differences(facts)), *slow], speeds))
     assert f"```\n{printed}\n```" in (ROOT / "docs" / "cluster.md").read_text()
 
 
