@@ -108,6 +108,8 @@ def test_a_run_resumes_as_it_was_started(monkeypatch, ranks, script, name, alone
     monkeypatch.setenv("PATH", str(BIN))
     assert program_name() == name
     assert training_command(ranks if ranks > 1 else None) == (alone if ranks == 1 else launched).split()
+    monkeypatch.setattr(sys, "argv", [script, "eval"])
+    assert program_name() == name.removesuffix(" train")
 
 
 def test_a_run_on_several_machines_resumes_on_as_many(monkeypatch):

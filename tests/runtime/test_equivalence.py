@@ -41,15 +41,6 @@ def of_model(rank, model, function, *args):
     return function(rank, *args)
 
 
-def results_and_holders(rank, names, pp, fused_loss):
-    """Of each schedule: micro-batches with losses and with outputs, and the numbers of replicas of the embedding."""
-    seen = pipelines.all_schedules_equal_reference(rank, names, pp, fused_loss)
-    for name in names:
-        sets = pipelines.make_pipeline(rank, name, pp)[-1]
-        seen[name] = *seen[name], [one.num_replicas for one in sets if "embedding.weight" in one.parameters]
-    return seen
-
-
 @pytest.mark.parametrize("model,pp,names,fused_loss", [
     ("plain", 1, ALONE, False), ("plain", 1, ALONE, True), ("plain", 4, ANY, False), ("uneven", 2, ANY, True),
     pytest.param("onednn", 2, ["dualpipe"], True, marks=needs_onednn),
@@ -60,7 +51,7 @@ def results_and_holders(rank, names, pp, fused_loss):
 ])  # fmt: skip
 @pytest.mark.quick("uneven-2-names3-True", "tied-2-names9-True", "mtp-2-names10-True")
 def test_a_pipeline_of_any_schedule_equals_the_single_process_model(model, pp, names, fused_loss):
-    seen = run_ranks(pp, of_model, model, results_and_holders, names, pp, fused_loss)
+    seen = run_ranks(pp, of_model, model, pipelines.all_schedules_equal_reference, names, pp, fused_loss)
     micro_batches = [*range(8 if model == "plain" else 4)]
     for name in names:
         for i in range(2):

@@ -133,14 +133,18 @@ def compare(rank, name, pp, dp, ep, fused_loss, frozen, model, losses):
 
 
 def equals_reference(rank, name, pp, model, losses, frozen="nothing"):
-    """Also without gradients, then with outputs. Returns the micro-batches with losses, and those with outputs."""
+    """Also without gradients, then with outputs.
+
+    Returns the micro-batches with losses, those with outputs, and the numbers of replicas of the embedding.
+    """
     pipeline, with_losses = compare(rank, name, pp, 1, 1, model.options.fused_loss, frozen, model, losses)
     with torch.no_grad():
         again = run_step(*pipeline[:3], return_outputs=True)
         for micro_batch, (output,) in again.outputs.items():
             assert torch.equal(output, model(batch()[0][micro_batch]))
             assert torch.equal(again.losses[micro_batch], losses[micro_batch])
-    return with_losses, sorted(again.outputs)
+    holders = [one.num_replicas for one in pipeline[-1] if "embedding.weight" in one.parameters]
+    return with_losses, sorted(again.outputs), holders
 
 
 def all_schedules_equal_reference(rank, names, pp, fused_loss, frozen="nothing"):

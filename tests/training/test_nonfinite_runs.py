@@ -134,8 +134,6 @@ OUTPUT, GRADIENT = (f"the first non-finite {what} is that of " for what in ("out
 PLACES = [
     ({}, (change_output, 3, "attend_and_route", nan, [1]),
      f"{VALIDATION}{OUTPUT}layer 3, segment attn (stage 1, rank 1)"),
-    ({"pp": 1, "ep": 2}, (change_output, 1, "run_experts", nan, [1]),
-     f"{VALIDATION}{OUTPUT}layer 1, segment mlp (stage 0, rank 1)"),
     ({}, (change_output, 2, "run_experts", nan_from_step_3, [1]),
      f"{TWO}{OUTPUT}layer 2, segment mlp (stage 1, rank 1); {STOPS}", "step-000002"),
     ({"recompute": "full"}, (change_output, 1, "run_experts", nan_gradient),

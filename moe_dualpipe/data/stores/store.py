@@ -1,21 +1,23 @@
 """Calls to an object store, by obstore: it retries after temporary errors, and sends large files in parts.
 
-obstore does not know hf:// (see local_copies.py).
+obstore does not know hf:// (see local_copies.py). A store may never answer, so calls are in threads that end with the
+process, whatever they wait for.
 """
 
 import os
 import re
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ...messages import printable, unknown_name
-from .threads import Result, call_in_thread
 from .urls import MissingError, StorageError, Url, storage_error
 
 SCHEMES = ("s3", "gs", "az", "hf", "s3a", "abfs", "abfss")
@@ -26,6 +28,7 @@ _CONCURRENT = 4
 _CONNECT = timedelta(seconds=10)
 _ENDPOINTS = "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
 _SERVER = re.compile(r"https?://([\w.-]+|\[[0-9a-fA-F:]+\])(?::(\d{1,5}))?(/[!-~]*)?", re.ASCII)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,3 +169,17 @@ def delete_folder(url: Url, first: str, patience: Patience = QUICK) -> None:
     delete(url / first, patience)
     if others := list_folder(url, patience):
         call(url, lambda store, path: store.delete([f"{path}/{name}" for name in others]), patience)
+
+
+def call_in_thread(function: Callable[[], Result], name: str) -> "Future[Result]":
+    """Call `function` in a daemon thread, so that the caller can stop waiting, and receives signals."""
+    result: Future[Result] = Future()
+    threading.Thread(target=_settle, args=(result, function), daemon=True, name=name).start()
+    return result
+
+
+def _settle(result: "Future[Result]", function: Callable[[], Result]) -> None:
+    try:
+        result.set_result(function())
+    except BaseException as error:
+        result.set_exception(error)

@@ -66,7 +66,7 @@ segments and their gradients): [S, ...] for each sequence.
 """
 
 
-class Trace:
+class StepTrace:
     """Records the tensors of a run, or compares them with `expected`, those of another run."""
 
     def __init__(self, expected: Recorded | None = None, tolerance: Tolerance | None = None):
@@ -145,7 +145,7 @@ class StageObserver:
     out: a fault in them shows in the output of combine.
     """
 
-    def __init__(self, trace: Trace, forwards: Sequence[Sequence[int]], ep: int):
+    def __init__(self, trace: StepTrace, forwards: Sequence[Sequence[int]], ep: int):
         """forwards: the sequences of the micro-batches of a step, in the order of their forwards on this rank."""
         self.trace, self.forwards, self.ep = trace, forwards, ep
         self.segments: defaultdict[tuple[int | None, str], list[int]] = defaultdict(list)

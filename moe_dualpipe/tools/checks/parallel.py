@@ -22,9 +22,9 @@ from .ranks import Failure, run_task
 from .run import (
     REFERENCE,
     STEPS,
+    CheckedRun,
     Comparison,
     Job,
-    Run,
     Variant,
     default_variants,
     find_difference,
@@ -36,7 +36,7 @@ from .run import (
 
 
 def check_parallel(
-    config: TrainConfig, variants: Sequence[Variant] | None = None, on_rank: Callable[[Run], None] | None = None
+    config: TrainConfig, variants: Sequence[Variant] | None = None, on_rank: Callable[[CheckedRun], None] | None = None
 ) -> Report:
     """Compare every variant with one process that runs the same model on the same sequences.
 
@@ -66,7 +66,9 @@ def check_parallel(
         return Report(title, tuple(_check(Comparison(job, variant, file)) for variant in variants))
 
 
-def make_job(config: TrainConfig, variants: Sequence[Variant], on_rank: Callable[[Run], None] | None = None) -> Job:
+def make_job(
+    config: TrainConfig, variants: Sequence[Variant], on_rank: Callable[[CheckedRun], None] | None = None
+) -> Job:
     """What all variants run, with random tokens. Raises ValueError for invalid options."""
     check_options(config)
     if config.compute.dtype == "bfloat16":

@@ -29,7 +29,7 @@ from ...runtime.buffers import Buffers
 from ...runtime.replicas import ReplicaSet
 from ...schedule import NAMES, Forward, Schedule, build, members
 from ...training.config import ParallelConfig
-from .first_difference import Kind, StageObserver, Tolerance, Trace, verdict
+from .first_difference import Kind, StageObserver, StepTrace, Tolerance, verdict
 from .subject import prepare, without_dropout
 
 # A relative difference r is a cosine distance 1 - 2xy/(xx+yy) of about r^2 / 2.
@@ -134,7 +134,7 @@ class Job:
     options: StageOptions
     tokens: Tensor
     size: int
-    on_rank: "Callable[[Run], None] | None" = None
+    on_rank: "Callable[[CheckedRun], None] | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Comparison:
 
 
 def record_reference(reference: Comparison) -> None:
-    trace = Trace()
+    trace = StepTrace()
     run_variant(reference.job, reference.variant, trace)
     torch.save(trace.recorded, reference.file)
 
@@ -158,15 +158,15 @@ def record_reference(reference: Comparison) -> None:
 def find_difference(compared: Comparison) -> tuple[str, str]:
     """The largest differences, and the first one above the tolerance; "" if there is none. Collective."""
     expected = torch.load(compared.file, weights_only=False, mmap=True)
-    trace = Trace(expected, compared.variant.tolerance)
+    trace = StepTrace(expected, compared.variant.tolerance)
     run_variant(compared.job, compared.variant, trace)
     traces = gather_objects((trace.largest, trace.compared, trace.first))
     return verdict(traces, expected, compared.variant.tolerance)
 
 
-def run_variant(job: Job, variant: Variant, trace: Trace) -> None:
+def run_variant(job: Job, variant: Variant, trace: StepTrace) -> None:
     """Run the variant on this rank, and pass its results to the trace. Collective over `variant.processes` ranks."""
-    run = Run(job, variant, trace)
+    run = CheckedRun(job, variant, trace)
     if job.on_rank is not None:
         job.on_rank(run)
     with ExitStack() as probes:
@@ -183,10 +183,10 @@ def schedule_of(job: Job, variant: Variant) -> Schedule:
     return schedule
 
 
-class Run:
+class CheckedRun:
     """One rank's model and its training steps. `Job.on_rank` receives it before the first step."""
 
-    def __init__(self, job: Job, variant: Variant, trace: Trace):
+    def __init__(self, job: Job, variant: Variant, trace: StepTrace):
         self.job, self.variant, self.trace = job, variant, trace
         self.schedule, size = schedule_of(job, variant), variant.size or job.size
         self.pipeline = Pipeline(

@@ -1,5 +1,5 @@
 """Check machines before a run: whether they are equal, and as fast as they should be, as are the links between them."""
 
-from .check import Problem, RankFacts, Report, check_cluster
+from .check import CheckedRank, ClusterReport, Problem, check_cluster
 
-__all__ = ["Problem", "RankFacts", "Report", "check_cluster"]
+__all__ = ["CheckedRank", "ClusterReport", "Problem", "check_cluster"]

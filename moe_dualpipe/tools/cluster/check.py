@@ -70,7 +70,7 @@ class Problem(NamedTuple):
         return ": ".join(self)
 
 
-class RankFacts(NamedTuple):
+class CheckedRank(NamedTuple):
     """What a rank knows about itself. alike: what should be equal on all ranks, by name."""
 
     rank: int
@@ -79,10 +79,10 @@ class RankFacts(NamedTuple):
     problems: Sequence[Problem] = ()
 
 
-class Report(NamedTuple):
+class ClusterReport(NamedTuple):
     """speeds: by kind, in the units of the kind. note: what was not measured, and why."""
 
-    facts: Sequence[RankFacts]
+    facts: Sequence[CheckedRank]
     problems: Sequence[Problem]
     speeds: Mapping[str, Speeds]
     note: str = ""
@@ -123,7 +123,7 @@ class Report(NamedTuple):
 # ---- facts ----
 
 
-def gather_facts(launch: Launch, out: Path, min_free: int, device: torch.device) -> RankFacts:
+def gather_facts(launch: Launch, out: Path, min_free: int, device: torch.device) -> CheckedRank:
     """min_free: bytes that the nearest folder of `out` that exists should have."""
     alike = {"moe-dualpipe": __version__, "torch": torch.__version__, "device": device.type}
     alike["processes per machine"], used = str(launch.local_world_size), 0.0
@@ -142,10 +142,10 @@ def gather_facts(launch: Launch, out: Path, min_free: int, device: torch.device)
          "delete old runs, or choose another folder with --out (--min-free changes this)"),
     ]  # fmt: skip
     problems = [Problem(f"rank {launch.rank} on {host}", *texts) for wrong, *texts in faults if wrong]
-    return RankFacts(launch.rank, host, alike, problems)
+    return CheckedRank(launch.rank, host, alike, problems)
 
 
-def find_differences(facts: Sequence[RankFacts]) -> Iterator[tuple[str, Problem]]:
+def find_differences(facts: Sequence[CheckedRank]) -> Iterator[tuple[str, Problem]]:
     """What differs, by its name. In a tie, the first rank counts as usual."""
     for name in dict.fromkeys(name for one in facts for name in one.alike):
         values = [one.alike.get(name, "none") for one in facts]
@@ -210,13 +210,13 @@ def exchange(
     return time.perf_counter() - begin
 
 
-def usual_speed(kind: str, speeds: Speeds, facts: Sequence[RankFacts]) -> float:
+def usual_speed(kind: str, speeds: Speeds, facts: Sequence[CheckedRank]) -> float:
     """The speed that a quarter reaches: of three machines, a slow one slows four of the six links between them."""
     peak = peak_flops(facts[0].alike.get("GPU", ""), torch.bfloat16) if kind == _PRODUCT else None
     return max(sorted(speeds.values())[len(speeds) * 3 // 4], REACHABLE * (peak or 0) / TFLOP)
 
 
-def find_slow(kind: str, speeds: Speeds, facts: Sequence[RankFacts]) -> Iterator[Problem]:
+def find_slow(kind: str, speeds: Speeds, facts: Sequence[CheckedRank]) -> Iterator[Problem]:
     """The slowest ranks or links of a kind, slowest first."""
     usual = usual_speed(kind, speeds, facts) if speeds else 0.0
     for ranks in sorted(speeds, key=speeds.__getitem__)[:MOST_NAMED]:
@@ -225,7 +225,7 @@ def find_slow(kind: str, speeds: Speeds, facts: Sequence[RankFacts]) -> Iterator
             yield Problem(place(ranks, facts), what, _KINDS[kind])
 
 
-def place(ranks: tuple[int, ...], facts: Sequence[RankFacts]) -> str:
+def place(ranks: tuple[int, ...], facts: Sequence[CheckedRank]) -> str:
     """Example: "rank 1 on b -> rank 2 on c"."""
     return " -> ".join(f"rank {rank} on {facts[rank].host}" for rank in ranks)
 
@@ -236,7 +236,7 @@ def place(ranks: tuple[int, ...], facts: Sequence[RankFacts]) -> str:
 def check_cluster(
     launch: Launch, out: Path = Path("runs"), size: int = 16 << 20, timeout: float = 60.0, min_free: int = 10 * GB,
     device: str = "auto",
-) -> Report:  # fmt: skip
+) -> ClusterReport:  # fmt: skip
     """Check this machine or, with several processes, all of them. Collective; the report is the same on all ranks.
 
     out: the output folder. size: bytes of a message. timeout: seconds to wait for other ranks; a step that takes 10 s
@@ -272,7 +272,7 @@ def check_cluster(
     return report
 
 
-def _check_world(own: RankFacts, device: torch.device, size: int, timeout: float, start: Start) -> Report:
+def _check_world(own: CheckedRank, device: torch.device, size: int, timeout: float, start: Start) -> ClusterReport:
     facts = gather_objects(own)
     differences, links, note = [*find_differences(facts)], {}, ""
     start("measuring a product and a copy")
@@ -292,4 +292,4 @@ def _check_world(own: RankFacts, device: torch.device, size: int, timeout: float
     speeds = {kind: {ranks: speed for part in parts for ranks, speed in part[kind].items()} for kind in _KINDS}
     problems = [*(problem for _, problem in differences), *(problem for one in facts for problem in one.problems)]
     slow = [problem for kind in _KINDS for problem in find_slow(kind, speeds[kind], facts)]
-    return Report(facts, [*problems, *slow], speeds, note)
+    return ClusterReport(facts, [*problems, *slow], speeds, note)

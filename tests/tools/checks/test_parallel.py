@@ -9,7 +9,7 @@ import torch.distributed as dist
 from moe_dualpipe.cli import main
 from moe_dualpipe.schedule import NAMES
 from moe_dualpipe.tools.checks import check_parallel
-from moe_dualpipe.tools.checks.first_difference import Trace, verdict
+from moe_dualpipe.tools.checks.first_difference import StepTrace, verdict
 from moe_dualpipe.tools.checks.parallel import make_job
 from moe_dualpipe.tools.checks.run import (
     OTHER_ORDER,
@@ -148,7 +148,7 @@ def results(key=None, sequence=0, change=0.0):
 def judged(*ranks, tolerance=OTHER_ORDER):
     traces = []
     for rank in ranks:
-        trace = Trace(results(), tolerance)
+        trace = StepTrace(results(), tolerance)
         for (kind, name), tensors in rank.items():
             trace.see(kind, name, tensors)
         traces.append((trace.largest, trace.compared, trace.first))
