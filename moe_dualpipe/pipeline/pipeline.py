@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -50,13 +49,7 @@ from ..schedule import Action, Schedule
 from .balance import Balance
 from .labels import StepLabels, all_equal, check_shape, checksum_terms, step_labels, token_ids
 from .settings import NOT_PARALLEL, ON_CPU, Numerics, Parallel
-
-
-class Gradients(Enum):
-    """What the gradients of the parameters are: none since the last update, added up by steps, with a sum over replicas
-    that has started, or summed."""
-
-    NONE, ADDED, STARTED, SUMMED = range(4)
+from .update_order import Gradients, UpdateOrder
 
 
 class Pipeline:
@@ -118,9 +111,8 @@ class Pipeline:
         self.whole = {"": None, "cuda_graph": self._graph, "compiled": self._compiled}[numerics.whole]
         self.balance = Balance(model, self.stages, rate=0.0)
         self._kernels_loaded = self.device.type != "cuda"  # a CPU loads none
-        parameters = [p for stage in self.stages.values() for p in stage.parameters()]
-        self._parameters = [(p, p.dtype) for p in parameters]
-        self._gradients, self._seen, self._num_steps = Gradients.NONE, (), 0
+        self._order = UpdateOrder(p for stage in self.stages.values() for p in stage.parameters())
+        self._num_steps = 0
 
     def _build_stages(self, experts: ExpertParallel) -> dict[int, TransformerStage]:
         """The stages of this rank. Raises ValueError for layers that cannot be built."""
@@ -158,7 +150,7 @@ class Pipeline:
             )
         )
         self.executor.before_stage, self.divided = optimizer.wait, zero
-        optimizer.before_update = self._check_summed
+        optimizer.before_update = self._order.before_update
         return optimizer
 
     def step(
@@ -182,7 +174,7 @@ class Pipeline:
         """
         if not self._kernels_loaded:
             self.load_kernels()
-        self._begin_step()
+        self._order.before_step()
         trains = torch.is_grad_enabled()
         tokens_RS, labels_RS = token_ids("inputs", inputs_BS), token_ids("labels", labels_BS)
         for name, tensor in (("inputs", tokens_RS), ("labels", labels_RS)):
@@ -201,7 +193,7 @@ class Pipeline:
         if sums:
             sums.start_all()
         if trains:
-            self._note(Gradients.STARTED if sums else Gradients.ADDED)
+            self._order.note(Gradients.STARTED if sums else Gradients.ADDED)
         if self._on_action is not None:
             self._on_action(None)
         return losses
@@ -254,46 +246,6 @@ class Pipeline:
         tokens, labels = (queue_copy(t, self.device).split(self.micro_batch[0]) for t in (tokens_RS, labels_RS))
         return [self.whole(*batch) for batch in zip(tokens, labels, weights, strict=True)]
 
-    def _begin_step(self) -> None:
-        """Raise RuntimeError for gradients or weights that are not what the last step, sum or update has left."""
-        for parameter, dtype in self._parameters:
-            if parameter.dtype != dtype:
-                raise RuntimeError(
-                    f"the weights are {parameter.dtype} now, but the pipeline was built for {dtype}: build it with "
-                    f"Numerics(dtype={parameter.dtype})"
-                )
-        if not torch.is_grad_enabled():
-            return
-        match self._gradients:
-            case Gradients.STARTED:
-                raise RuntimeError("step(sum_gradients=True) has started a sum: call sum_gradients before another step")
-            case Gradients.ADDED if self._seen != self._versions():
-                raise RuntimeError(
-                    "the weights changed although the gradients were not summed over the replicas: call sum_gradients "
-                    "between step and the update"
-                )
-            case Gradients.SUMMED if self._seen == self._versions():
-                raise RuntimeError(
-                    "the gradients of the last sum are still there, and another step would be added to them: update "
-                    "the weights, or set the gradients to None, before another step"
-                )
-
-    def _check_summed(self) -> None:
-        """Called before an update."""
-        if self._gradients is not Gradients.SUMMED:
-            raise RuntimeError("call sum_gradients between step and the update: replicas would differ without it")
-
-    def _note(self, gradients: "Gradients") -> None:
-        self._gradients = gradients
-        self._seen = self._versions()
-
-    def _versions(self) -> tuple[object, ...]:
-        """Changes whenever something writes the weights; after a sum, the gradients too."""
-        weights = tuple(p._version for p, _ in self._parameters)
-        if self._gradients is not Gradients.SUMMED:
-            return weights
-        return *weights, *((id(p.grad), p.grad._version) for p, _ in self._parameters if p.grad is not None)
-
     def _check_same_batch(self, *tensors: Tensor) -> None:
         """Raise ValueError, on all ranks, if the batches of the ranks of a pipeline differ. The first step and every
         100th are compared. Collective."""
@@ -343,12 +295,10 @@ class Pipeline:
         (`divided`), a rank gets only the sums that its optimizer needs. Raises RuntimeError if no step with gradients
         has run since the last sum.
         """
-        if self._gradients in (Gradients.NONE, Gradients.SUMMED):  # the executor may have run without `step`
-            written = any(p.grad is not None for p, _ in self._parameters) and self._seen != self._versions()
-            if not sum_over_ranks(torch.tensor(float(written))):
-                raise RuntimeError("sum_gradients needs a step with gradients since the last sum: there was none")
+        if not self._order.added and not sum_over_ranks(torch.tensor(float(self._order.has_gradients()))):
+            raise RuntimeError("sum_gradients needs a step with gradients since the last sum: there was none")
         norm = gradient_norm(self._gradient_sums().finish(), self.device)
-        self._note(Gradients.SUMMED)
+        self._order.note(Gradients.SUMMED)
         return norm
 
     def _gradient_sums(self) -> GradientSums:
