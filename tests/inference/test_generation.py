@@ -74,6 +74,7 @@ def test_generate_equals_generation_without_a_cache(attention, fused_loss):
 
 
 @pytest.mark.parametrize("attention", VARIANTS)
+@pytest.mark.quick("mla")
 def test_prompts_may_have_different_lengths(attention):
     model = build_model(VARIANTS[attention]).double()
     prompts = [torch.randint(31, (length,)) for length in (5, 1, 9, 5)]

@@ -11,9 +11,9 @@ from moe_dualpipe.pipeline import Numerics, Parallel, Pipeline
 from moe_dualpipe.runtime.p2p import P2P
 from moe_dualpipe.schedule import build
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL
+from tests.support.runs import SHALLOW
 
-SMALL = dataclasses.replace(MODEL, mtp_layers=1, router_bias=True, router_score="sigmoid", sequence_loss=0.01)
+SMALL = dataclasses.replace(SHALLOW, mtp_layers=1, router_bias=True, router_score="sigmoid", sequence_loss=0.01)
 
 
 def state(pipeline):
