@@ -113,8 +113,8 @@ class RecordedRoutes:
         ):  # fmt: skip
             found = [f"{one.dtype} {[*one.shape]}" if one else "nothing" for one in (experts, samples)]
             raise ValueError(
-                f"{printable(file)} needs layers.{layer}.experts [samples, positions, {self._k}] and .samples [samples],"
-                f" both integers: got {' and '.join(found)}"
+                f"{printable(file)} needs layers.{layer}.experts [samples, positions, {self._k}] and .samples "
+                f"[samples], both integers: got {' and '.join(found)}"
             )
         self.bytes += experts.nbytes
         rows = self.rows.setdefault(layer, {})
