@@ -112,8 +112,10 @@ class RecordedRoutes:
             and experts.shape == (*samples.shape, experts.shape[1], self._k)
         ):  # fmt: skip
             found = [f"{one.dtype} {[*one.shape]}" if one else "nothing" for one in (experts, samples)]
-            wanted = f"layers.{layer}.experts [samples, positions, {self._k}] and .samples [samples], both integers"
-            raise ValueError(f"{printable(file)} needs {wanted}: got {' and '.join(found)}")
+            raise ValueError(
+                f"{printable(file)} needs layers.{layer}.experts [samples, positions, {self._k}] and .samples "
+                f"[samples], both integers: got {' and '.join(found)}"
+            )
         self.bytes += experts.nbytes
         rows = self.rows.setdefault(layer, {})
         for row, number in enumerate(read_entry(samples, status).tolist()):
@@ -148,9 +150,10 @@ class RecordedRoutes:
             known_SK = found_SK[found_SK[:, 0] != -1]
             valid = bool(((known_SK >= 0) & (known_SK < self._num_experts)).all())
             if not valid or len(found_SK) > length or (known_SK.sort(1).values.diff(dim=1) == 0).any():
-                need = f"at most {length} positions, each with {self._k} different experts below {self._num_experts}"
-                what = f"{printable(file)}: sample {number} of layer {layer} needs {need}, or -1 first"
-                got = f"{len(found_SK)} positions, with experts from {int(found_SK.min())} to {int(found_SK.max())}"
-                raise without_frames(ValueError(f"{what}: got {got}"))
+                raise without_frames(ValueError(
+                    f"{printable(file)}: sample {number} of layer {layer} needs at most {length} positions, each with "
+                    f"{self._k} different experts below {self._num_experts}, or -1 first: got {len(found_SK)} "
+                    f"positions, with experts from {int(found_SK.min())} to {int(found_SK.max())}"
+                ))  # fmt: skip
             routes_SK[: len(found_SK)] = found_SK
         return routes_NSK

@@ -205,12 +205,10 @@ def _must_be_typed(file: Path, values: Mapping[str, Any]) -> dict[str, str]:
         named["checkpoint.out"] = named["checkpoint.out"] or run_of(resume)
     layers = {f"model.{kind}": values.get(f"model.{kind}", built_in[0]) for kind, built_in in BUILT_IN.items()}
     named |= {key: layer for key, layer in layers.items() if layer not in BUILT_IN[key.removeprefix("model.")]}
-    return {key: _as_typed(key, value) for key, value in named.items() if value}
-
-
-def _as_typed(key: str, value: str) -> str:
-    """A value as on a command line, such as "--experts my.py:Experts"."""
-    return f"--{_FLAG_OF[key]} {shell_word(value)}" if key in _FLAG_OF else f"--set {shell_word(f'{key}={value}')}"
+    return {
+        key: f"--{_FLAG_OF[key]} {shell_word(value)}" if key in _FLAG_OF else f"--set {shell_word(f'{key}={value}')}"
+        for key, value in named.items() if value
+    }  # fmt: skip
 
 
 def saved_values(resume: str | None) -> dict[str, Any] | None:

@@ -164,8 +164,10 @@ def out_rules(out: str | None) -> Iterator[Rule]:
         return
     shown, folder = f"--out {printable(out)}", Path(out.removeprefix("file://"))
     like = folder.name == "checkpoints" or STEP_FOLDER.fullmatch(folder.name)
-    other = f"{printable(out.rstrip('/'))}-run"
-    yield Rule(like, f"{shown} is named like the checkpoints of a run: use another name, such as {other}")
+    yield Rule(
+        like,
+        f"{shown} is named like the checkpoints of a run: use another name, such as {printable(out.rstrip('/'))}-run",
+    )
     yield Rule(any("\udc80" <= c <= "\udcff" for c in out), f"{shown} is not UTF-8: use another name")
     if not stores.is_url(out):
         yield Rule(is_there(folder) and not folder.is_dir(), f"{shown} is not a folder: use another --out")

@@ -44,12 +44,13 @@ class Routes(Extension):
     def _run(self) -> dict[str, Any]:
         """What the numbers in the routes of this run depend on. A program's batches are its own."""
         model, batch, text = self.model, self.batch, self.trainer.text
-        run = {"layers": [block for block in model.routed_blocks() if block < model.num_layers]}
-        run |= {name: getattr(model, name) for name in ("num_experts", "experts_per_token")}
-        run |= {"seq_len": batch.seq_len, "batch_size": batch.batch_size}
-        if isinstance(text, TextData):
-            run |= {"seed": self.trainer.config.seed, "data": f"{text.fingerprint():x}"}
-        return run
+        of_text = isinstance(text, TextData)
+        return {
+            "layers": [block for block in model.routed_blocks() if block < model.num_layers],
+            "num_experts": model.num_experts, "experts_per_token": model.experts_per_token,
+            "seq_len": batch.seq_len, "batch_size": batch.batch_size,
+            **({"seed": self.trainer.config.seed, "data": f"{text.fingerprint():x}"} if of_text else {}),
+        }  # fmt: skip
 
     def _open(self) -> RecordedRoutes | None:
         if "block" in self.model.own_layers:
