@@ -34,6 +34,7 @@ from ..schedule import FILL, Costs, Schedule, fill
 from . import metrics, restart
 from .config import CheckpointConfig, ComputeConfig, TrainConfig
 from .extensions import Build
+from .inputs import changed_inputs
 from .layout_choice import Choice, choose, listed_layers
 from .memory_check import memory_problem
 from .options import OPTIONS_FILE, Request, changes
@@ -192,6 +193,8 @@ def resolve(request: Request, facts: Facts) -> Run:
     split(config.model, choice.schedule.num_stages, layers)  # raises ValueError
     start = find_start(request, config, facts)
     config, text = open_text(request, config, facts.given, start)
+    if start.resume:
+        start = replace(start, changes=[*start.changes, *changed_inputs(start.resume, config, text)])
     if folder:
         restart.prepare_staged(folder, launch, resumed=start.resume is not None)
         if Path(folder, metrics.FILE).exists():

@@ -10,6 +10,7 @@ from ..data import stores, tokenizer_files
 from ..health.heartbeat import SAVING
 from ..messages import printable
 from .console import Console, RunFailed
+from .inputs import inputs_file
 from .step import Trainer
 
 
@@ -47,6 +48,7 @@ class Saving:
             files = tokenizer_files(trainer.text.tokenizer) | companion_files(trainer.run.start.companions)
             compute = trainer.config.compute
             files |= fp8_file(None if compute.fp8 == "off" else compute.fp8_recipe)
+            files |= inputs_file(trainer.config, trainer.text)
             self.saver.start(step, trainer.state(), files | loads_file(*trainer.balance.take_loads()))
 
     def poll(self, wait: bool = False) -> None:

@@ -15,6 +15,7 @@ import torch
 from moe_dualpipe.commands.train import main
 from moe_dualpipe.models import PRESETS, ModelConfig, split
 from moe_dualpipe.models import config as model_config
+from moe_dualpipe.schedule import build
 from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.layout_choice import choose
 from moe_dualpipe.training.options import (
@@ -212,6 +213,24 @@ def test_the_run_toml_of_a_run_repeats_it_and_resume_continues_it_bit_for_bit(tm
     assert 'resume = "none"' in (tmp_path / "c" / "run.toml").read_text()  # where the run started, not where it goes on
     printed = started("--resume", tmp_path / "c", "--steps", 5, "--lr", 0.02)
     assert "changed: optim.lr 0.01 -> 0.02; this changes the mathematics\n" in printed
+
+
+def test_a_resumed_run_says_which_of_its_inputs_is_another_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text, layers, schedule = Path("text.txt"), Path("layers.py"), Path("schedule.csv")
+    text.write_text("one line\n" * 400)
+    layers.write_text("from tests.support.own_layers import Expert\n")
+    schedule.write_text(build("1f1b", 1, 4).to_csv())
+    arguments = ("--data", text, "--experts", "layers.py:Expert", "--schedule", schedule)
+    started("--steps", 2, "--out", "run", *SMALL[:-2], *arguments)
+    changes = {
+        text: "two lines\n" * 400, layers: layers.read_text() + "# another\n", schedule: schedule.read_text() + "\n",
+    }  # fmt: skip
+    for file, content in changes.items():
+        file.write_text(content)
+    printed = started("--resume", "run", "--steps", 3)
+    for name in ("the text of --data", "the file of --experts", "the file of --schedule"):
+        assert f"changed: {name}, which is not what it was when the checkpoint was written\n" in printed
 
 
 # ---- Files of strangers ----
