@@ -215,7 +215,7 @@ def install() -> None:
     }  # fmt: skip
     for name, value in constants.items():
         setattr(torch.cuda, name, value if callable(value) else lambda *_, value=value, **__: value)
-    generator = torch.Generator
+    generator: Any = torch.Generator
     torch.Generator = type("Generator", (generator,), {"__new__": lambda *_, **__: generator.__new__(generator, "cpu")})
     run = GridExecutor.__call__
 
