@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.compiler import is_compiling
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -66,8 +67,8 @@ def opaque(like: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def is_traced(value: Any) -> bool:
-    """Whether this is a tensor without values, with which torch.compile traces."""
-    return isinstance(value, FakeTensor | FunctionalTensor)
+    """Whether this is a tensor without values, with which torch.compile or torch.export traces."""
+    return isinstance(value, FakeTensor | FunctionalTensor) or (isinstance(value, Tensor) and is_compiling())
 
 
 def missing_for_compile() -> str | None:

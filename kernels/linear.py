@@ -74,7 +74,8 @@ def compute_or_defer(
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
     """The dtype of the gradient of `parameter`. It is fp32 for the bf16 weights of a model in training."""
-    return (parameter.grad_dtype if parameter.is_leaf else None) or parameter.dtype
+    traced = torch.compiler.is_dynamo_compiling()  # which knows no grad_dtype
+    return (parameter.grad_dtype if parameter.is_leaf and not traced else None) or parameter.dtype
 
 
 def apply_autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

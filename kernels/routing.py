@@ -128,7 +128,8 @@ def expert_order(
     lowest = (0 if num_choices is None else -1) if check_ids else None
     num_choices = expert_ids_NK.numel() if num_choices is None else num_choices
     triton = use_triton(kernels, expert_ids_NK)
-    if lowest is not None and not (triton and expert_ids_NK.is_cuda):  # there, the kernel checks them
+    traced = is_traced(expert_ids_NK)  # without values
+    if lowest is not None and not traced and not (triton and expert_ids_NK.is_cuda):  # there, the kernel checks them
         _check_ids(expert_ids_NK, lowest, num_experts)
     if triton:
         from .gpu.configs import tile_heights

@@ -159,15 +159,18 @@ def _problem_of(path: Path, field: str) -> str:
 
     field: of .json, .csv and .tsv files, which may be other things than documents; "": they must be documents.
     """
+    kind = row_format(path)
     try:
         with DataFile(path) as file:
-            if not (kind := row_format(path)):
+            if not kind:
                 _read_text(file)
             elif field and kind in PLAIN:
                 next(read_rows(file, field), None)
     except NotTextError as error:
         return str(error)
     except ValueError:
+        if not kind:
+            raise
         return f"no documents with a field {quoted(field)}"
     return ""
 

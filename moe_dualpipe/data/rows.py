@@ -57,10 +57,9 @@ def read_rows(file: DataFile, field: str) -> Iterator[str]:
             if (text := next(texts, end)) is end:
                 break
             yield _checked(text, field)
-    except (_InvalidError, csv.Error) as error:
-        raise ValueError(f"{name}{f':{number}' if number else ''}: {error}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name}:{max(number, 1)}: it is {NOT_UTF8.format(error.reason)}") from None
+    except (_InvalidError, csv.Error, UnicodeDecodeError) as error:
+        what = f"it is {NOT_UTF8.format(error.reason)}" if isinstance(error, UnicodeDecodeError) else error
+        raise ValueError(f"{name}{f':{number}' if number else ''}: {what}") from None
     except ImportError as error:
         raise ValueError(f"reading {name} needs the {error.name} library: pip install 'moe-dualpipe[data]'") from None
     except Exception as error:  # of many types, of the libraries

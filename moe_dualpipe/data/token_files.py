@@ -76,24 +76,21 @@ TokenStream = np.ndarray | TokensOnDisk
 class TokenFile:
     """An open file of token ids, and its sidecar if it has one.
 
-    ends_D: by document, the number of ids up to its end, from the index of Megatron-LM. None: unknown.
+    ends_D: by document, the number of ids up to its end, from the index of Megatron-LM; empty without one.
     """
 
     path: Path
     tokens_N: TokensOnDisk
     sidecar: Sidecar | None
-    ends_D: np.ndarray | None = None
+    ends_D: np.ndarray
 
     @classmethod
     def open(cls, path: Path, dtype: str) -> "TokenFile":
         """Open a file. dtype: of a file without a sidecar or index. Raises ValueError if its size does not fit."""
         name, described = printable(path), path.with_name(path.name + ".json")
         sidecar = read_named(described, Sidecar) if os.path.lexists(described) else None
-        kind, ends_D, index = (
-            np.dtype(sidecar.dtype if sidecar else dtype).newbyteorder("<"),
-            None,
-            path.with_suffix(".idx"),
-        )
+        kind, ends_D = np.dtype(sidecar.dtype if sidecar else dtype).newbyteorder("<"), np.array([], np.int64)
+        index = path.with_suffix(".idx")
         if sidecar is None and os.path.lexists(index):
             described, (kind, ends_D) = index, read_index(index)
         file = DataFile(path)
@@ -103,7 +100,7 @@ class TokenFile:
                 f"{name} has {file.size} bytes, not a multiple of {kind.itemsize}, the size of {kind.name}: the file "
                 "is truncated, or has another dtype (batch.data_dtype of train.py)"
             )
-        expected = sidecar.tokens if sidecar else count if ends_D is None else int(ends_D[-1])
+        expected = sidecar.tokens if sidecar else int(ends_D[-1]) if len(ends_D) else count
         if expected != count:
             raise ValueError(
                 f"{name} has {count} {kind.name} token ids, but {printable(described.name)} says {expected}"
@@ -118,13 +115,13 @@ class TokenFile:
         """
         sidecar, where, name = self.sidecar, self.path.with_name(TOKENIZER_FILE), printable(self.path)
         if sidecar is None:
-            found = read_tokenizer(where) if os.path.lexists(where) else None
-            ends_D = np.array([], np.int64) if self.ends_D is None else np.unique(self.ends_D[self.ends_D <= CHUNK])
-            start_N, ends_D = self.tokens_N[:CHUNK], ends_D[ends_D > 0]
+            ends_D = np.unique(self.ends_D[(self.ends_D > 0) & (self.ends_D <= CHUNK)])
+            start_N = self.tokens_N[: int(ends_D.max(initial=0))]
             last_D = start_N[ends_D - 1]
-            if found is None:
+            if not os.path.lexists(where):
                 one = len(last_D) > 1 and np.array_equal(np.flatnonzero(start_N == last_D[0]) + 1, ends_D)
                 return UnknownTokenizer(vocab_size, end_id=int(last_D[0]) if one else -1)
+            found = read_tokenizer(where)
             if (last_D != found.end_id).any():
                 hint = "write them again with --append-eod of Megatron-LM's preprocess_data.py"
                 raise ValueError(

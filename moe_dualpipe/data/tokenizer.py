@@ -143,7 +143,7 @@ class BPETokenizer(Tokenizer):
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=0) + 1
         special = {t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
         known = [special[name] for name in ENDS if name in special]
-        ends = [*self._named_end(config or {}), *known]
+        ends = [*self._named_ends(config or {}), *known]
         if not ends:
             found = ", ".join(printable(name, 50) for name in list(special)[:8])
             raise ValueError(
@@ -195,15 +195,14 @@ class BPETokenizer(Tokenizer):
     def __reduce__(self) -> tuple[Any, ...]:
         return BPETokenizer, (self._content, self._where, self.config)
 
-    def _named_end(self, config: Mapping[str, Any]) -> list[int]:
-        """The end token that `config` names by its text, or else by its id; [] if there is none."""
-        name, number = config.get("eos_token"), config.get("eos_token_id")
+    def _named_ends(self, config: Mapping[str, Any]) -> list[int]:
+        """The end tokens that `config` names, by their texts or else by their ids."""
+        name, numbers = config.get("eos_token"), config.get("eos_token_id")
         name = name.get("content") if isinstance(name, dict) else name
-        number = number[0] if isinstance(number, list) and number else number
-        found = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
-        if found is None and isinstance(number, int) and 0 <= number < self.vocab_size:
-            found = number if self._tokenizer.id_to_token(number) else None
-        return [] if found is None else [found]
+        found = [self._tokenizer.token_to_id(name)] if isinstance(name, str) else []
+        numbers = [n for n in (numbers if isinstance(numbers, list) else [numbers]) if isinstance(n, int)]
+        found += [n for n in numbers if 0 <= n < self.vocab_size and self._tokenizer.id_to_token(n)]
+        return [token for token in found if token is not None]
 
     def _call(self, failure: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call the library, whose errors are plain Exceptions, and whose bugs derive from BaseException."""

@@ -75,7 +75,11 @@ class Route:
 
 
 class Received(NamedTuple):
-    """x_ND: received rows. weights_NK: routing weights of their choices; None if dispatch sent no weights."""
+    """x_ND: received rows. weights_NK: routing weights of their choices; None if dispatch sent no weights.
+
+    Use only the weights of choices of local experts, as `Route.order` does. Others may be there too, or be anything:
+    their ranks apply them, and `combine` sums over ranks, so they would count twice.
+    """
 
     x_ND: Tensor
     weights_NK: Tensor | None

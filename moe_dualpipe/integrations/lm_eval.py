@@ -26,6 +26,7 @@ from ..inference import eval_mode, generate, stream_losses, token_losses
 from ..messages import check_range, quoted
 
 try:
+    import lm_eval.models  # type: ignore[import-not-found]  # noqa: F401  it registers no others after ours
     from lm_eval.api.model import LM  # type: ignore[import-not-found]
     from lm_eval.api.registry import register_model  # type: ignore[import-not-found]
 except ImportError as error:
@@ -63,22 +64,25 @@ class MoEDualPipe(LM):
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """For each (context, continuation): log p(continuation | context), and whether greedy decoding gives it.
 
-        Contexts are cut at their start to fit into `max_length`. Raises ValueError for a continuation longer than that.
+        Contexts are cut at their start to fit into `max_length`. A longer continuation is scored in parts of that
+        length, each after the token before it.
         """
-        pairs = [self._encode_pair(*request.args) for request in requests]
-        longest = max((len(continuation) for _, continuation in pairs), default=0)
-        if longest > self.max_length:
-            raise ValueError(f"a continuation has {longest} tokens, more than max_length {self.max_length}")
-        rows = [(context + continuation)[-self.max_length - 1 :] for context, continuation in pairs]
-        found = {i: (0.0, True) for i, (_, continuation) in enumerate(pairs) if not continuation}
+        pairs, size = [self._encode_pair(*request.args) for request in requests], self.max_length
+        parts = [
+            (i, context + text[:first], text[first : first + size])
+            for i, (context, text) in enumerate(pairs) for first in range(0, len(text), size)
+        ]  # fmt: skip
+        rows = [(context + text)[-size - 1 :] for _, context, text in parts]
+        found = [(0.0, True)] * len(pairs)
         with eval_mode([self.model]):
-            for batch in self._batches({i: len(row) for i, row in enumerate(rows) if i not in found}):
-                ids_BS = torch.tensor([rows[i] for i in batch], device=self._device)
+            for batch in self._batches({k: len(row) for k, row in enumerate(rows)}):
+                ids_BS = torch.tensor([rows[k] for k in batch], device=self._device)
                 losses_BS, greedy_BS = token_losses(self.model, ids_BS[:, :-1], ids_BS[:, 1:])
-                for i, losses_S, greedy_S in zip(batch, losses_BS.double(), greedy_BS, strict=True):
-                    scored = slice(len(losses_S) - len(pairs[i][1]), None)
-                    found[i] = -losses_S[scored].sum().item(), bool(greedy_S[scored].all())
-        return self._remembered("loglikelihood", requests, [found[i] for i in range(len(rows))])
+                for k, losses_S, greedy_S in zip(batch, losses_BS.double(), greedy_BS, strict=True):
+                    i, _, text = parts[k]
+                    scored, (value, greedy) = slice(len(losses_S) - len(text), None), found[i]
+                    found[i] = value - losses_S[scored].sum().item(), greedy and bool(greedy_S[scored].all())
+        return self._remembered("loglikelihood", requests, found)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """For each (text,): the log-likelihood of all its tokens. The first one follows the token that begins a text,

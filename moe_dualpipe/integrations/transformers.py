@@ -34,19 +34,22 @@ _UNSUPPORTED = (
 )
 
 
-def register(name: str = NAME, kernels: Kernels = "auto") -> str:
+def register(name: str = NAME, kernels: Kernels = "auto", config: Any = None) -> str:
     """Register `experts_forward` as the `experts_implementation` called `name`, and return the name.
 
-    kernels: "auto" uses Triton for tensors on a GPU and plain torch elsewhere; see kernels/backend.py.
-    Raises ImportError without transformers 5, and ValueError for an unknown value of `kernels`.
+    kernels: "auto" uses Triton for tensors on a GPU and plain torch elsewhere; see kernels/backend.py. config: of the
+    model, to find out now rather than in its first forward whether its activation is SiLU.
+    Raises ImportError without transformers 5, and ValueError for an unknown value of `kernels` or another activation.
     """
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
         raise ImportError("experts_implementation needs transformers 5: pip install 'transformers>=5'") from error
-    # torch.compile cannot trace torch's grouped product in fp32. It compiles the rest of the model.
-    forward = torch.compiler.disable(experts_forward)
-    ALL_EXPERTS_FUNCTIONS.register(name, partial(forward, kernels=validate_kernels(kernels)))
+    activation = getattr(config and config.get_text_config(), "hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        what = f"experts_implementation={name!r} does not support hidden_act {activation!r}, only 'silu'"
+        raise ValueError(f"{what}: use 'grouped_mm' or 'eager'")
+    ALL_EXPERTS_FUNCTIONS.register(name, partial(experts_forward, kernels=validate_kernels(kernels)))
     return name
 
 

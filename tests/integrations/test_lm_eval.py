@@ -34,7 +34,7 @@ class LM:
 
 
 STAND_IN = {
-    "lm_eval": {}, "lm_eval.api": {}, "lm_eval.api.model": {"LM": LM},
+    "lm_eval": {}, "lm_eval.models": {}, "lm_eval.api": {}, "lm_eval.api.model": {"LM": LM},
     "lm_eval.api.registry": {"register_model": lambda _name: lambda cls: cls},
 }  # fmt: skip
 """The names that models of the harness are built from."""
@@ -83,6 +83,55 @@ def test_log_likelihoods_are_those_of_the_logits(harness, run):
         assert is_greedy == most_likely[len(expected) - number :].all().item()
 
 
+def test_a_continuation_longer_than_the_context_is_scored_in_parts(harness, run):
+    model, _ = open_model(run)
+    text = "import os, sys\n" * 4
+    found = harness.MoEDualPipe(run, LENGTH, device="cpu").loglikelihood(requests(("def", text), ("a", "b")))
+    ids, expected = [*b"f", *text.encode()], 0.0
+    for first in range(0, len(text), LENGTH):  # each part after the token before it, and the last after what fits
+        scored = len(ids[first + 1 : first + 1 + LENGTH])
+        row = [*b"de", *ids][: first + 3 + scored][-LENGTH - 1 :]
+        expected += log_probs(model, row)[0][-scored:].sum().item()
+    assert found[0][0] == pytest.approx(expected, rel=1e-5) and found[0][1] is False
+    assert found[1][0] == pytest.approx(log_probs(model, [*b"ab"])[0].sum().item(), rel=1e-5)
+
+
+HARNESS = {
+    "__init__.py": "",
+    "api/__init__.py": "",
+    "api/model.py": "class LM: pass",
+    "api/registry.py": """
+models = {}
+
+def register_model(name):
+    return lambda cls: models.setdefault(name, cls)
+
+def get_model(name):
+    if not models:
+        import lm_eval.models
+    return models[name]
+""",
+    "models/__init__.py": "from lm_eval.api.registry import register_model\nregister_model('hf')(object)",
+}
+"""The harness, as far as it registers models: its own ones with the first import, or with the first use of none."""
+
+
+def test_the_models_of_the_harness_are_there_beside_ours(tmp_path, monkeypatch):
+    for name, text in HARNESS.items():
+        (tmp_path / "lm_eval" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "lm_eval" / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [*sys.modules]:
+        if name == MODULE or name.partition(".")[0] == "lm_eval":
+            monkeypatch.delitem(sys.modules, name)
+    module = importlib.import_module(MODULE)
+    get_model = importlib.import_module("lm_eval.api.registry").get_model
+    assert get_model("hf") is object and get_model("moe-dualpipe") is module.MoEDualPipe
+    for name in [*sys.modules]:
+        if name == MODULE or name.partition(".")[0] == "lm_eval":
+            monkeypatch.delitem(sys.modules, name)
+
+
 def test_the_log_likelihood_of_a_text_counts_every_token(harness, run):
     model, _ = open_model(run)
     texts = ["import os\n", "x = [1, 2, 3]\n" * 5, "a", ""]
@@ -115,9 +164,7 @@ def test_text_is_generated_up_to_a_stop_string(harness, run):
     assert len(found[3]) <= 2
 
 
-def test_what_cannot_be_evaluated(harness, run, tmp_path):
-    with pytest.raises(ValueError, match=rf"^a continuation has 25 tokens, more than max_length {LENGTH}$"):
-        harness.MoEDualPipe(run, LENGTH, device="cpu").loglikelihood(requests(("a", "b" * 25)))
+def test_what_cannot_be_evaluated(harness, tmp_path):
     with pytest.raises(ValueError, match="no checkpoint in"):
         harness.MoEDualPipe(str(tmp_path))
 

@@ -70,9 +70,31 @@ def test_logits_and_gradients_in_plain_torch(config):
     assert_equal_to_eager(config, register(), torch.float64, 1e-13)
 
 
-def test_a_model_under_torch_compile_has_the_same_logits():
-    made, ids = model(CONFIGS[0], register()), torch.randint(0, SIZES["vocab_size"], (1, 4), device=DEVICE)
-    torch.testing.assert_close(torch.compile(made, backend="eager")(ids).logits, made(ids).logits)
+@pytest.mark.parametrize("config", CONFIGS[:3:2], ids=lambda config: config.model_type)
+def test_a_model_is_one_graph_of_torch_compile_with_the_same_logits_and_gradients(config):
+    """As with transformers' grouped_mm."""
+    torch._dynamo.reset()
+    made, ids = model(config, register()), torch.randint(0, SIZES["vocab_size"], (1, 4), device=DEVICE)
+    expected = outcome(made, ids)
+    made.zero_grad()
+    found = outcome(torch.compile(made, backend="aot_eager", fullgraph=True), ids)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[f"_orig_mod.{name}" if name != "logits" else name], value)
+
+
+def test_a_model_is_exported_with_the_same_logits():
+    made, ids = model(CONFIGS[0], register()).eval(), torch.randint(0, SIZES["vocab_size"], (1, 4), device=DEVICE)
+    program = torch.export.export(made, (ids,), {"use_cache": False})
+    torch.testing.assert_close(program.module()(ids, use_cache=False).logits, made(ids).logits)
+
+
+def test_another_activation_is_refused_when_registering():
+    config = Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=12, hidden_act="gelu")
+    with pytest.raises(
+        ValueError, match=r"does not support hidden_act 'gelu', only 'silu': use 'grouped_mm' or 'eager'"
+    ):
+        register(config=config)
+    assert register(config=CONFIGS[0]) == register()
 
 
 def test_ids_of_other_ranks_contribute_nothing():
