@@ -185,7 +185,7 @@ def test_the_rank_that_loads_a_tensor_refuses_copies_that_differ(kind, copy, ori
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
 def test_a_small_folder_whose_mtp_was_not_saved_loads(kind, layers, tmp_path):
-    model = random_model(kind, num_hidden_layers=layers, first_k_dense_replace=0)
+    model = random_model(kind, num_hidden_layers=layers, vocab_size=7, hidden_size=96, intermediate_size=3)
     configure(save(model, tmp_path / "saved"), num_nextn_predict_layers=1)
     found = from_pretrained(tmp_path / "saved")
     assert (found.config.num_layers, found.config.mtp_layers) == (layers, 0)
