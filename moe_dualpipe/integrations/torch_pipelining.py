@@ -86,7 +86,7 @@ def backward_input(action: _Action, ctx: _PipelineContext) -> None:
 
     def backward(_kind: str, chunk: dict[str, Any], **last: bool) -> tuple[Any, list[Any]]:
         if chunk["output_grads"] is None:
-            chunk["stage_output"] = chunk["stage_output"][0]  # the loss
+            chunk = {**chunk, "stage_output": chunk["stage_output"][0]}  # the loss
         return plain("full", chunk, **last)[0], []
 
     with (
