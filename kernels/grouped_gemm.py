@@ -130,7 +130,7 @@ def _grouped_mm_reference(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
     """
     grouped = a.dtype in (torch.bfloat16, torch.float16, torch.float32) and not in_onednn(a)
     if grouped and _fits_grouped_mm(a) and _fits_grouped_mm(b):
-        return F.grouped_mm(a, b, offs=ends_E).contiguous()
+        return F.grouped_mm(a, b, offs=ends_E.contiguous()).contiguous()
     ends = ends_E.tolist()
     if in_onednn(a) and not torch.is_grad_enabled():  # what is written in place has no second derivative
         return _grouped_mm_onednn(a, b, ends)

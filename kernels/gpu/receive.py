@@ -45,8 +45,9 @@ def _wait_until_full(addresses, state, rank, slot, number, layout, R: tl.constex
     ok = wait_for_all(own + slot, epoch, state, _NOT_SENT, number, layout, R, REGION, LIMIT, CLOCK)
     r = tl.arange(0, R_PADDED)
     header_R = header_of(region_of(own, r, REGION), slot, WINDOW, START, STRIDE)
-    count_R = tl.load(header_R, mask=(r < R) & ok, other=0)
-    layout_R = tl.load(header_R + 1, mask=(r < R) & ok, other=layout)
+    full_R = r < tl.where(ok, R, 0)  # the interpreter of Triton 3.9 makes integers of a scalar in a mask
+    count_R = tl.load(header_R, mask=full_R, other=0)
+    layout_R = tl.load(header_R + 1, mask=full_R, other=layout)
     differs = tl.max(tl.where(layout_R != layout, r + 1, 0), 0)
     if differs > 0:
         found = tl.sum(tl.where(r == differs - 1, layout_R, 0), 0)

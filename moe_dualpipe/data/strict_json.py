@@ -19,6 +19,7 @@ from ..messages import printable, quoted
 
 NOT_UTF8 = "not UTF-8: {}; convert it, as in iconv -f latin1 -t utf-8 OLD > NEW"
 """A message, with the reason. Latin-1 is the most common other encoding."""
+_MOST_NESTED = 200
 MAX_BYTES = 2**28  # five times the size of a tensors.json with a million tensors
 
 
@@ -28,7 +29,9 @@ def parse(text: str | bytes, allow_nan: bool = False) -> Any:
     allow_nan: also accept NaN and Infinity, which only Python's json does.
     """
     try:
-        return json.loads(text if isinstance(text, str) else text.decode()) if allow_nan else msgspec.json.decode(text)
+        value = json.loads(text if isinstance(text, str) else text.decode()) if allow_nan else msgspec.json.decode(text)
+        _check_depth(value)
+        return value
     except msgspec.DecodeError as error:
         raise ValueError(f"it is not JSON: {error}") from None
     except json.JSONDecodeError as error:
@@ -38,6 +41,18 @@ def parse(text: str | bytes, allow_nan: bool = False) -> Any:
         raise ValueError("its objects and lists are nested too deep") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"it is {NOT_UTF8.format(error.reason)}") from None
+
+
+def _check_depth(value: Any) -> None:
+    """Raise RecursionError for objects and lists that functions cannot recurse into. How deep those can depends on
+    the version of Python."""
+    level = [value]
+    for _ in range(_MOST_NESTED):
+        dicts, lists = ([one for one in level if isinstance(one, kind)] for kind in (dict, list))
+        level = [item for one in dicts for item in one.values()] + [item for one in lists for item in one]
+        if not level:
+            return
+    raise RecursionError
 
 
 def read_bytes(path: Path, follow_links: bool = True) -> bytes:

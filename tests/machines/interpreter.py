@@ -1,6 +1,8 @@
 """Patches of Triton's interpreter for the tests of kernels: TMA reductions, rounding, speed, and checks of accesses."""
 
 import time
+from functools import wraps
+from inspect import signature
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,8 +16,14 @@ Builder = interpreter.InterpreterBuilder
 
 def _descriptor_add(builder, _kind, descriptor, value, indices):
     pointers, mask = descriptor.materialize_pointers(indices)
-    before = builder.create_masked_load(pointers, mask, None, None, None, False)
-    return builder.create_masked_store(pointers, TensorHandle(before.data + value.data, value.dtype), mask, None, None)
+    before = _with_defaults(builder.create_masked_load, pointers, mask)
+    total = TensorHandle(before.data + value.data, value.dtype)
+    return _with_defaults(builder.create_masked_store, pointers, total, mask)
+
+
+def _with_defaults(method, *arguments):
+    """The call with None for all further parameters: Triton 3.9 has fewer of them."""
+    return method(*arguments, *[None] * (len(signature(method).parameters) - len(arguments)))
 
 
 def add_tma_reductions(monkeypatch):
@@ -56,6 +64,7 @@ def check_accesses(monkeypatch):
     def checked(name, mask_at):
         method = getattr(Builder, name)
 
+        @wraps(method)
         def call(builder, *values, **named):
             pointers = next(value for value in values if isinstance(value, TensorHandle))
             addresses, size = pointers.data, pointers.get_element_ty().primitive_bitwidth // 8
