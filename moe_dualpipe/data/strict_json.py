@@ -48,8 +48,8 @@ def _check_depth(value: Any) -> None:
     the version of Python."""
     level = [value]
     for _ in range(_MOST_NESTED):
-        dicts, lists = ([one for one in level if isinstance(one, kind)] for kind in (dict, list))
-        level = [item for one in dicts for item in one.values()] + [item for one in lists for item in one]
+        inside = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = [item for items in inside for item in items]
         if not level:
             return
     raise RecursionError
