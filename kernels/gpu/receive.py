@@ -161,7 +161,7 @@ def receive_sums_kernel(
                     position = slots + t * C + c
                     row, valid = _find_row(windows, position, offsets, end_R, slot, REGION, WINDOW, STRIDE)
                     row = row.to(tl.pointer_type(y.dtype.element_ty))
-                    total += tl.load(row + d, mask=(d < D) & valid, other=0.0).to(tl.float32)
+                    total += tl.load(row + d, mask=d < tl.where(valid, D, 0), other=0.0).to(tl.float32)
                 tl.store(y + t * D + d, total.to(y.dtype.element_ty), mask=d < D)
             if weight_grads is not None:
                 sums = tl.zeros((K_PADDED,), tl.float32)
@@ -169,7 +169,7 @@ def receive_sums_kernel(
                     position = slots + t * C + c
                     row, valid = _find_row(windows, position, offsets, end_R, slot, REGION, WINDOW, STRIDE)
                     row = (row + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
-                    sums += tl.load(row + k, mask=(k < K) & valid, other=0.0)
+                    sums += tl.load(row + k, mask=k < tl.where(valid, K, 0), other=0.0)
                 tl.store(weight_grads + t * K + k, sums, mask=k < K)
     else:
         for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):

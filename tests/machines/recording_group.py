@@ -87,6 +87,10 @@ class RecordingGroup(dist.ProcessGroup):
             output.copy_(input_tensors[0])
         return self._record(self.ranks, "all-gather", input_tensors[0])
 
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        output.copy_(input.flatten().repeat(self.num_ranks).view_as(output))
+        return self._record(self.ranks, "all-gather", input)
+
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         if opts.rootRank != self.own_rank and tensors[0].is_floating_point():
             tensors[0].zero_()
