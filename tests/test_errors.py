@@ -64,7 +64,7 @@ def line_of(function, text):
 def test_the_innermost_line_of_the_user_is_named_with_its_layer():
     error = error_of(Layer(Wrong()), torch.ones(2, 4))
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied") as torch_error:
-        torch.ones(2, 4) @ torch.ones(3, 3)
+        _ = torch.ones(2, 4) @ torch.ones(3, 3)
     message = f"RuntimeError: {torch_error.value}"
     assert user_error(error) == f"{FILE}:{line_of(scale, '@')} in scale (layer 3, mlp forward): {message}"
     assert error_text(error, "train.py") == f"train.py: error: {user_error(error)}\n"
