@@ -48,7 +48,7 @@ def check_writable(folder: Path, option: str) -> None:
 def write_routes(path: Path, layers: Mapping[int, tuple[Tensor, Tensor]], run: Mapping[str, Any]) -> None:
     """Write a file. layers: by their number, samples [N] and experts [N, S, K]. run: what the numbers depend on.
 
-    Raises ValueError if it cannot be written; then there is no file.
+    Raises ValueError, and leaves no file, if it cannot be written.
     """
     tensors, unfinished = {}, path.with_name(f".{path.name}.unfinished")
     for layer, (samples_N, experts_NSK) in layers.items():

@@ -22,6 +22,7 @@ class Saving:
         self.last: SaveResult | None = None
         run, options = trainer.run, trainer.config.checkpoint
         if run.folder:
+            self.inputs = inputs_file(trainer.config, trainer.text)  # what this run has read, even if a file changes
             # While a save runs, a callback may be in another working directory; a command has no callbacks.
             folder = run.folder if run.start.from_command else run.folder.absolute()
             # Retries end before the run counts as hanging.
@@ -48,8 +49,7 @@ class Saving:
             files = tokenizer_files(trainer.text.tokenizer) | companion_files(trainer.run.start.companions)
             compute = trainer.config.compute
             files |= fp8_file(None if compute.fp8 == "off" else compute.fp8_recipe)
-            files |= inputs_file(trainer.config, trainer.text)
-            self.saver.start(step, trainer.state(), files | loads_file(*trainer.balance.take_loads()))
+            self.saver.start(step, trainer.state(), files | self.inputs | loads_file(*trainer.balance.take_loads()))
 
     def poll(self, wait: bool = False) -> None:
         """Report the last save if it has ended. wait: block until a running save has ended."""
