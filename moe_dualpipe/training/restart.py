@@ -25,7 +25,7 @@ from ..data.one_writer import GRACE, LOCK_FILE, LOST, only_writer
 from ..data.synced_files import replace_file
 from ..health.watch import joining
 from ..messages import describe
-from ..runtime.groups import rendezvous
+from ..runtime.groups import leave_store, rendezvous
 from ..runtime.launch import Launch
 from ..runtime.memory import free_gpu_memory, free_main_memory
 from ..runtime.shared_errors import gather_objects
@@ -71,6 +71,8 @@ def agree(
                 told = [json.loads(store.get(f"agree/{rank}")) for rank in range(launch.world_size)]
                 store.set("agreed", json.dumps(_decide(told, stack, start)))
             decided = json.loads(store.get("agreed"))
+            # One that stops now must not take the store away before all have read.
+            leave_store(dist.PrefixStore("agreement", store), launch.rank, launch.world_size, timeout)
     if decided["problem"]:
         raise ValueError(decided["problem"])
     if not decided["resume"]:
