@@ -25,7 +25,7 @@ from torch import Tensor
 from moe_dualpipe.command_line import program_options
 from moe_dualpipe.expert_parallel import Completed, Link, Loopback
 from moe_dualpipe.models import RECOMPUTE, ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss
-from moe_dualpipe.overlap import Comm, Compute, Engine, Segmented, Segments, in_layer
+from moe_dualpipe.overlap import Collective, Comm, Compute, Engine, Segmented, Segments, in_layer
 
 from .common import full_range, ratios, table, take_turns
 
@@ -134,9 +134,9 @@ class Nothing(Segmented):
 
     def block(self, x: Tensor) -> Segments:
         h = yield Compute("attn", torch.neg, x)
-        rows = yield Comm("dispatch", sent, sent, h)
+        rows = yield Comm("dispatch", SENT, h)
         y = yield Compute("mlp", torch.neg, rows)
-        combined = yield Comm("combine", sent, sent, y)
+        combined = yield Comm("combine", SENT, y)
         return (yield Compute("add", torch.add, h, combined))
 
     def plain(self, x: Tensor) -> Tensor:
@@ -148,6 +148,9 @@ class Nothing(Segmented):
 
 def sent(x: Tensor) -> Completed:
     return Completed((x,))
+
+
+SENT = Collective(sent, sent)
 
 
 def host_part(options: Options) -> None:

@@ -16,8 +16,9 @@ import torch
 from draw_idea import BACKWARD, COMMUNICATION, FORWARD, WEIGHT, draw_box
 
 from moe_dualpipe.expert_parallel import Loopback
+from moe_dualpipe.expert_parallel.labels import is_exchange
 from moe_dualpipe.overlap import Engine
-from moe_dualpipe.overlap.labels import is_exchange, letter_of
+from moe_dualpipe.overlap.labels import letter_of
 from moe_dualpipe.tools.drawing.figures import new_figure, save_figure
 from moe_dualpipe.tools.drawing.timeline import paler
 from moe_dualpipe.tools.profiler.pair import Mode, Pair, PairWorkload

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel import Combined, ExpertParallel, Pending, Received, Route
+from moe_dualpipe.expert_parallel.labels import COMBINE, DISPATCH
 from moe_dualpipe.expert_parallel.slots import Slots, find_slots
 from moe_dualpipe.kernels.backend import Kernels
 from moe_dualpipe.kernels.fuse import fuse
 from moe_dualpipe.kernels.permute import permute, unpermute
-from moe_dualpipe.overlap import Comm, Compute, PrepareComm, Segmented, Segments
-from moe_dualpipe.overlap.labels import COMBINE, DISPATCH
+from moe_dualpipe.overlap import Collective, Comm, Compute, PrepareComm, Segmented, Segments
 
 from .build_experts import ExpertBuilder
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
@@ -115,16 +115,15 @@ class MoE(Segmented):
         if torch.is_grad_enabled():
             self.count(ids_TK, losses_L)
         route = yield PrepareComm(DISPATCH, self.prepare, ids_TK)
-        dispatch, combine = partial(start_dispatch, ep, route), partial(start_combine, ep, route)
-        spread = len(ep.local_experts) < ep.num_experts
-        received = yield Comm(DISPATCH, dispatch, combine, x_TD, weights_TK, collective=spread)
+        dispatch = dispatch_on(ep, route)
+        received = yield Comm(DISPATCH, dispatch, x_TD, weights_TK)
         # Shared experts need no data from other ranks: they hide the dispatch.
         shared = None
         if self.shared is not None:
             shared = yield Compute("mlp", partial(self.run_shared, recompute_x), x_TD, recompute=self.recompute)
         run, source = partial(self.run_experts, route=route), custom_source(self.experts)
         out_ND = yield Compute("mlp", run, received, recompute=self.recompute, source=source)
-        combined = yield Comm(COMBINE, combine, dispatch, out_ND, weights_first=True, collective=spread)
+        combined = yield Comm(COMBINE, dispatch.transposed, out_ND, hide="")
         return (combined,) if shared is None else (combined, shared)
 
     def prepare(self, ids_TK: Tensor) -> Route:
@@ -176,11 +175,17 @@ def gated(logits_T1: Tensor, y_TD: Tensor) -> Tensor:
     return logits_T1.sigmoid() * y_TD
 
 
-def start_dispatch(ep: ExpertParallel, route: Route, x_TD: Tensor, w_TK: Tensor | None = None) -> Pending[Received]:
+def dispatch_on(ep: ExpertParallel, route: Route) -> Collective:
+    """Dispatch on `route`; its dual is combine."""
+    spread = len(ep.local_experts) < ep.num_experts
+    return Collective(partial(_dispatch, ep, route), partial(_combine, ep, route), joint=spread)
+
+
+def _dispatch(ep: ExpertParallel, route: Route, x_TD: Tensor, w_TK: Tensor | None = None) -> Pending[Received]:
     return ep.dispatch(x_TD, route, w_TK)
 
 
-def start_combine(ep: ExpertParallel, route: Route, y_ND: Tensor, grads_NK: Tensor | None = None) -> Pending[Combined]:
+def _combine(ep: ExpertParallel, route: Route, y_ND: Tensor, grads_NK: Tensor | None = None) -> Pending[Combined]:
     return ep.combine(y_ND, route, grads_NK)
 
 

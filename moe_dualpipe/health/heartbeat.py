@@ -8,9 +8,9 @@ them at each check, with the line of code from the main thread's Python stack, a
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..overlap.engine import Engine
-from ..overlap.labels import PREPARE, in_words, is_for_experts, without_wait
+from ..overlap.labels import PREPARE, in_words, segment_name, without_wait
 from ..overlap.waits import is_marked
 from ..runtime.p2p import P2P
 from ..schedule import Flow, Send
@@ -36,7 +36,7 @@ class Progress:
 
     step: counts from 1; 0 before the first step. phase: the collective part of the run, such as "gradients"; "" outside
     of them. phases: how many began or ended so far, the same on all ranks at the same place. action: of the pipeline.
-    count: notes so far. experts: the ranks that exchange tokens with this one.
+    count: notes so far. groups: the ranks that take part in a transfer of segments, by its name.
     saving: the disk operation of the thread that writes a checkpoint; "" if none. saves: operations so far.
     """
 
@@ -49,12 +49,12 @@ class Progress:
     saves: int = 0
     engine: Engine | None = None
     links: P2P | None = None
-    experts: tuple[int, ...] = ()
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     _segments_before: int = 0
 
-    def watch(self, engine: Engine, links: P2P, experts: Sequence[int]) -> None:
+    def watch(self, engine: Engine, links: P2P, groups: Mapping[str, tuple[int, ...]]) -> None:
         """Read the segment that runs from `engine`, and waits for other pipeline ranks from `links`."""
-        self.engine, self.links, self.experts = engine, links, tuple(experts)
+        self.engine, self.links, self.groups = engine, links, groups
 
     def note(self, action: object) -> None:
         """Call when `action` begins; None: between actions."""
@@ -177,9 +177,8 @@ class Heartbeat:
             what = "activations" if step.flow is Flow.ACTIVATION else "gradients"
             whose = f"sending {what} of" if isinstance(step, Send) else f"{what} for"
             transfer = f"{whose} stage {step.stage}, micro-batch {step.micro_batch}"
-        elif progress.experts and running and is_for_experts(without_wait(running[0])):
+        elif running and (group := progress.groups.get(segment_name(running[0]), ())):
             transfer = _of_layer(without_wait(running[0]).removeprefix(PREPARE), running[1])
-            group = progress.experts
         elif progress.phase and progress.action is None:
             transfer = f"{progress.phase} of step {progress.step}" if progress.step else progress.phase
         elif waiting:

@@ -2,7 +2,18 @@
 
 from ..kernels.weight_grads import WeightGrads, bind
 from .engine import Engine
-from .segment import Comm, Compute, PrepareComm, Segments, in_layer
+from .segment import Collective, Comm, Compute, PrepareComm, Segments, in_layer
 from .segmented import Segmented
 
-__all__ = ["Comm", "Compute", "Engine", "PrepareComm", "Segmented", "Segments", "WeightGrads", "bind", "in_layer"]
+__all__ = [
+    "Collective",
+    "Comm",
+    "Compute",
+    "Engine",
+    "PrepareComm",
+    "Segmented",
+    "Segments",
+    "WeightGrads",
+    "bind",
+    "in_layer",
+]

@@ -30,7 +30,7 @@ from ..messages import quoted
 from . import streams
 from .annotation import annotation
 from .labels import PREPARE, WAIT_FOR, WEIGHTS, in_words, label
-from .segment import Comm, CommResult, Compute, PrepareComm, Segments, Tensors
+from .segment import Comm, CommResult, Compute, PrepareComm, Segments, Tensors, Weights
 from .waits import waits_for_ranks
 
 
@@ -74,11 +74,11 @@ class Engine:
                     second.run_deferred()
                 second.advance()
                 next_comm = first.next_comm or second.next_comm
-                if next_comm is not None and next_comm.weights_first:
+                if next_comm is not None and not next_comm.hide:
                     second.run_deferred()
                 first.launch()
                 second.launch()
-                if not (late and first.dispatching):
+                if not (late and first.hide):
                     second.run_deferred()
         except BaseException:
             second.drop_deferred()
@@ -131,12 +131,12 @@ class Lane:
         self.side, self.interleaved = engine.sides[0], False
         self.segments, self.active = segments, True
         self.next_comm: Comm | None = None
-        self.dispatching = False
-        """Whether the last transfer that was started leads to the experts."""
+        self.hide = ""
+        """What may run behind the last transfer that was started."""
         self.result: Any = None
         self._reply: Any = None
         self._inputs_ready: Any = None
-        self._deferred: list[tuple[Compute, WeightGrads, object]] = []
+        self._deferred: list[Weights] = []
 
     def advance(self) -> None:
         """Run segments until the next one is a transfer. Unless `queued`, start it; if it is complete, continue."""
@@ -169,21 +169,21 @@ class Lane:
         if self.next_comm is None:
             return False
         comm, side, self.next_comm = self.next_comm, self.side, None
-        self.dispatching = not comm.weights_first
+        self.hide = comm.hide
         with self.engine.annotate(text := label(comm.name, self.kind), comm.layer):
             transfer = side.start(comm, self._inputs_ready, self.interleaved) if side else comm.fn()
         self._reply = CommResult(partial(self._wait, transfer, WAIT_FOR + text, comm.layer))
         return getattr(transfer, "completed", False)
 
     def run_deferred(self) -> None:
-        for segment, weight_grads, key in self._deferred:
+        for segment in self._deferred:
             with self.engine.annotate(label(segment.name, WEIGHTS), segment.layer):
-                weight_grads.run_deferred(key)
+                segment.fn()
         self._deferred.clear()
 
     def drop_deferred(self) -> None:
-        for _, weight_grads, key in self._deferred:
-            weight_grads.drop(key)
+        for segment in self._deferred:
+            segment.drop()
 
     @contextmanager
     def _deferring(self, segment: Compute) -> Iterator[None]:
@@ -195,7 +195,7 @@ class Lane:
         with self.weight_grads.defer_to(key):
             yield
         if self.weight_grads.has_deferred(key):
-            self._deferred.append((segment, self.weight_grads, key))
+            self._deferred.append(Weights(segment, self.weight_grads, key))
         else:
             self.weight_grads.run_deferred(key)
 
@@ -275,7 +275,7 @@ class _SideStreamTransfer:
     def wait(self) -> Tensors:
         self.side.streams.current_stream(self.done.device).wait_event(self.done)
         if self.interleaved:  # otherwise the peer is idle, and its next mark will be later than `done`
-            self.side.peer.held.append((self.comm.back,))
+            self.side.peer.held.append((self.comm.collective,))
         return self.value
 
 

@@ -19,7 +19,7 @@ This module imports neither torch nor the rest of this package, so that traces c
 import re
 
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
-DISPATCH, COMBINE, LOSS = "dispatch", "combine", "loss"  # segments; attn, mlp, ... are named where they are computed
+LOSS = "loss"  # a segment; the others are named where they are computed or sent
 
 LINK = "link"
 LINK_CALL, LINK_TRANSFER, LINK_WAIT = f"{LINK}::carry", f"{LINK}:carry", f"{LINK}::wait"
@@ -37,7 +37,6 @@ SUM_GRADIENTS, GATHER_WEIGHTS = "sum gradients", "gather weights"
 PREPARE, WAIT_FOR, STEP = "prepare ", "wait for ", "step "  # prefixes of a label or a number
 SIZES_WAIT = f"{WAIT_FOR}sizes"
 _KIND = re.compile(r"\(([FBIW])\)$")
-_EXPERTS = re.compile(rf"({PREPARE})?({DISPATCH}|{COMBINE})\(")
 
 
 def label(name: str, kind: str) -> str:
@@ -76,14 +75,9 @@ def without_group(text: str) -> tuple[str, str]:
     return name, group
 
 
-def is_for_experts(text: str) -> bool:
-    """Whether this is the label of a dispatch or a combine, or of its setup."""
-    return _EXPERTS.match(text) is not None
-
-
-def is_exchange(text: str) -> bool:
-    """Whether this is the label of a dispatch or a combine."""
-    return is_for_experts(text) and not text.startswith(PREPARE)
+def segment_name(text: str) -> str:
+    """The name of a segment, from its label, or from that of its setup or of a wait for it: "mlp(B)" -> "mlp"."""
+    return _KIND.sub("", without_wait(text).removeprefix(PREPARE))
 
 
 def step_number(text: str) -> int | None:

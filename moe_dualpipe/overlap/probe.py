@@ -6,6 +6,7 @@ overlapped pairs, deferred weight gradients, recomputation and transfers run as 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -76,7 +77,8 @@ def _probed(
                 segment.fn = partial(_run, segment.fn, at, observe)
             case Comm():
                 segment.fn = partial(_ObservedTransfer, segment.fn, at, observe)
-                segment.back = partial(_ObservedTransfer, segment.back, at._replace(is_gradient=True), observe)
+                dual = partial(_ObservedTransfer, segment.collective.dual, at._replace(is_gradient=True), observe)
+                segment.collective = replace(segment.collective, dual=dual)
             case PrepareComm():
                 at = at._replace(name=PREPARE + segment.name)
                 segment.fn = partial(_run_prepare, segment.fn, at, observe)

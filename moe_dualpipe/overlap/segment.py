@@ -3,9 +3,10 @@
     def segments(self, x_TD):
         h_TD, rows_TD, weights_TK, ids_TK = yield Compute("attn", self.attend, x_TD)
         route = yield PrepareComm("dispatch", ep.prepare, ids_TK)
-        received = yield Comm("dispatch", dispatch, dispatch_backward, rows_TD, weights_TK)  # returns immediately
+        dispatch = Collective(partial(ep.dispatch, route), partial(ep.combine, route))
+        received = yield Comm("dispatch", dispatch, rows_TD, weights_TK)                     # returns immediately
         out_ND = yield Compute("mlp", partial(self.experts, route=route), received)          # waits for `received`
-        combined = yield Comm("combine", combine, combine_backward, out_ND)
+        combined = yield Comm("combine", dispatch.transposed, out_ND)
         return (yield Compute("add", torch.add, h_TD, combined))
 
 At each yield, the engine may run segments of another chunk. There are two rules. Compute with tensors that need
@@ -14,11 +15,14 @@ the other chunk.
 """
 
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from ..errors import in_context
+from ..kernels.weight_grads import WeightGrads
 
 Tensors = tuple[Tensor, ...]
 
@@ -75,28 +79,58 @@ class Compute(_Segment):
         return other
 
 
-class Comm(_Segment):
-    """Start a transfer, `fn(*inputs) -> Transfer`. The generator continues immediately, with a `CommResult`.
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A transfer and its transpose, such as all-gather and reduce-scatter, or dispatch and combine.
 
-    back: `back(*output_grads) -> Transfer` returns the gradients of the inputs. Both functions run without autograd.
-    weights_first: on a GPU, queue the deferred weight gradients before this transfer. collective: other ranks take part
-    in `back`, so it runs even if no input of this rank needs a gradient: what precedes may be frozen only on this rank.
+    `start(*inputs) -> Transfer`, and `dual(*output_grads) -> Transfer`, which returns the gradients of the inputs. Both
+    run without autograd. joint: other ranks take part, so the transfer back runs even if no input of this rank needs a
+    gradient: what precedes may be frozen only on this rank.
     """
 
-    __slots__ = ("back", "collective", "weights_first")
+    start: Callable[..., Transfer]
+    dual: Callable[..., Transfer]
+    joint: bool = False
+
+    @property
+    def transposed(self) -> "Collective":
+        return Collective(self.dual, self.start, self.joint)
+
+
+class Comm(_Segment):
+    """Start a transfer of the inputs. The generator continues immediately, with a `CommResult`; backward runs the dual.
+
+    hide: what may run behind the transfer and behind its dual, beside the other chunk's computation. "weights":
+    deferred weight gradients. "": on a GPU, they are queued before it.
+    """
+
+    __slots__ = ("collective", "hide")
 
     def __init__(
-        self, name: str, fn: Callable[..., Transfer], back: Callable[..., Transfer], *inputs: "Tensor | CommResult",
-        weights_first: bool = False, collective: bool = False,
-    ):  # fmt: skip
-        super().__init__(name, fn, *inputs)
-        self.back, self.weights_first, self.collective = back, weights_first, collective
+        self,
+        name: str,
+        collective: Collective,
+        *inputs: "Tensor | CommResult",
+        hide: Literal["weights", ""] = "weights",
+    ):
+        super().__init__(name, collective.start, *inputs)
+        self.collective, self.hide = collective, hide
 
     def with_fn(self, fn: Callable[..., Any]) -> "Comm":
         """A copy without inputs, which calls `fn()`."""
-        other = Comm(self.name, fn, self.back, weights_first=self.weights_first, collective=self.collective)
-        other.layer = self.layer
+        other = Comm(self.name, self.collective, hide=self.hide)
+        other.fn, other.layer = fn, self.layer
         return other
+
+
+class Weights(_Segment):
+    """The weight gradients of a Compute, deferred. The engine decides when it runs. drop: forget them instead."""
+
+    __slots__ = ("drop",)
+
+    def __init__(self, segment: Compute, weight_grads: WeightGrads, key: object):
+        super().__init__(segment.name, partial(weight_grads.run_deferred, key))
+        self.layer, self.drop = segment.layer, partial(weight_grads.drop, key)
 
 
 class CommResult:

@@ -3,7 +3,7 @@
 Each Compute has its own autograd graph. Its outputs are detached from that graph before later segments use them. For
 each output, a slot collects the gradient. The backward of a segment may run when it has run for all segments that use
 its outputs; the last such segment runs first. A Compute runs `torch.autograd.backward` with the gradients in its slots;
-a Comm starts its function `back`. The tape keeps only graphs and slots, so autograd decides how long an activation
+a Comm starts the dual of its transfer. The tape keeps only graphs and slots, so autograd decides how long an activation
 lives.
 
 While a gradient is being transferred, a Compute that does not depend on it runs first, such as the shared experts.
@@ -72,7 +72,7 @@ class _TapeEntry:
     __slots__ = ("back", "input_slots", "roots", "slots", "used", "users")
 
     def __init__(self, segment: Compute | Comm | None = None, inputs: Sequence[Any] = ()):
-        self.back = segment.with_fn(segment.back if isinstance(segment, Comm) else _run) if segment else None
+        self.back = segment.with_fn(segment.collective.dual if isinstance(segment, Comm) else _run) if segment else None
         self.input_slots = [_slot_of(t) for t in inputs]
         self.used = {slot.entry for slot in self.input_slots if slot is not None}
         self.users = 0
@@ -110,6 +110,7 @@ class Tape:
                 if any(isinstance(output, tuple | list | dict) for output in outputs):
                     kind = type(stop.value).__name__
                     raise TypeError(f"segments() must return a tensor or a flat tuple: got {kind}") from None
+                outputs = tuple(self._tracked(output, "output") for output in outputs)
                 for unused in list(self.in_flight.values()):
                     unused.wait()
                 end = self._append(_TapeEntry(None, outputs)) if self.recording else 0
@@ -139,15 +140,25 @@ class Tape:
         return results[0] if isinstance(outputs, Tensor) else tuple(results)
 
     def _comm(self, segment: Comm) -> Segments:
-        inputs = wait_for_inputs(segment.inputs)
+        inputs = tuple(self._tracked(t, segment.name, segment.layer) for t in wait_for_inputs(segment.inputs))
         # Skip the transfer back if no input needs a gradient, unless other ranks take part in it.
-        back = self.recording and (segment.collective or any(map(needs_grad, inputs)))
+        back = self.recording and (segment.collective.joint or any(map(needs_grad, inputs)))
         index = self._append(_TapeEntry(segment, inputs)) if back else 0
         transfer: CommResult = yield segment.with_fn(partial(segment.fn, *(t.detach() for t in inputs)))
         del segment, inputs
         key = object()
         self.in_flight[key] = result = CommResult(lambda: self._received(index, transfer.wait(), key))
         return result
+
+    def _tracked(self, value: Any, name: str, layer: int | None = None) -> Any:
+        """A leaf of autograd, such as a parameter, as the output of a segment of its own; other values as they are."""
+        if not (self.recording and _is_leaf(value)):
+            return value
+        leaf = Compute(name, _run)
+        leaf.layer = layer
+        index = self._append(_TapeEntry(leaf))
+        self.entries[index].roots.append(get_gradient_edge(value))
+        return self._detach(index, value)
 
     def _received(self, index: int, tensors: tuple[Tensor | None, ...], key: object) -> Tensors:
         """The outputs of a Comm; they need gradients if one of its inputs does."""
@@ -221,9 +232,13 @@ def needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
+def _is_leaf(value: Any) -> bool:
+    return needs_grad(value) and value.grad_fn is None
+
+
 def _slot_of(value: Any) -> Slot | None:
-    """The slot of a segment's input; None if the input needs no gradient."""
-    if not needs_grad(value):
+    """The slot of a segment's input; None if it needs no gradient, or is a leaf, to which autograd adds it."""
+    if not needs_grad(value) or _is_leaf(value):
         return None
     if not isinstance(slot := getattr(value.grad_fn, "slot", None), Slot):
         raise TypeError(

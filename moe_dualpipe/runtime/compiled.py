@@ -78,7 +78,7 @@ def _in_order(segments: Segments) -> Any:
             segment = segments.send(reply)
         except StopIteration as stop:
             return stop.value
-        if isinstance(segment, Comm) and segment.collective:
+        if isinstance(segment, Comm) and segment.collective.joint:
             raise ValueError(
                 "a compiled micro-batch cannot exchange rows with other ranks: autograd would not send back"
             )

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..expert_parallel.labels import COMBINE, DISPATCH
 from ..messages import printable
 from ..schedule import Placement
 from .launch import Launch
@@ -171,6 +172,10 @@ class Groups:
     expert_replicas: dist.ProcessGroup | None = None
     embedding: dist.ProcessGroup | None = None
     links: tuple[dist.ProcessGroup, ...] = ()
+
+    def by_transfer(self) -> dict[str, tuple[int, ...]]:
+        """The ranks that take part in each kind of transfer between segments."""
+        return {DISPATCH: ranks_of(self.experts), COMBINE: ranks_of(self.experts)}
 
 
 def end_holders(placement: Placement) -> list[int]:

@@ -29,7 +29,6 @@ from ..pipeline.freezing import freeze
 from ..pipeline.labels import all_equal, checksum_terms
 from ..pipeline.pipeline import Pipeline
 from ..pipeline.settings import Numerics
-from ..runtime.groups import ranks_of
 from ..runtime.known_gpus import peak_flops
 from ..runtime.learning_rate import learning_rate
 from ..runtime.memory import keep_freed_memory
@@ -79,7 +78,7 @@ class Trainer:
         )
         self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas
         self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
-        self.progress.watch(engine_for(self.device), self.executor.p2p, ranks_of(self.groups.experts))
+        self.progress.watch(engine_for(self.device), self.executor.p2p, self.groups.by_transfer())
         self.balance.rate = self.config.bias_rate
         freeze(self.stages.values(), self.config.freeze, self.config.model.num_experts)
         *_, trained = self.count_parameters()

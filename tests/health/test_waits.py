@@ -12,7 +12,7 @@ from moe_dualpipe.expert_parallel.exchange import AsyncResult
 from moe_dualpipe.expert_parallel.shared.mailbox import Mailbox
 from moe_dualpipe.health.heartbeat import SAVING, CodePosition, Heartbeat, Progress
 from moe_dualpipe.health.waits import describe_waits
-from moe_dualpipe.overlap import Comm, Engine
+from moe_dualpipe.overlap import Collective, Comm, Engine
 from moe_dualpipe.runtime import P2P
 from moe_dualpipe.runtime.p2p import Message
 from moe_dualpipe.schedule import Flow, Recv, Send, parse
@@ -70,7 +70,7 @@ def test_who_waits_for_whom(states, lines):
 def running(action=None, experts=(0, 1)):
     progress, engine = Progress(), Engine(torch.device("cpu"))
     links = P2P((), torch.device("cpu"), 0, 2, (4, 6), None, None)
-    progress.watch(engine, links, experts)
+    progress.watch(engine, links, dict.fromkeys(("dispatch", "combine"), experts))
     progress.begin(3)
     progress.note(action and parse(action))
     return progress, engine, links
@@ -163,7 +163,7 @@ class Look:
 
 def run_in_engine(look):
     def segments():
-        (yield Comm("dispatch", lambda: look, lambda: None)).wait()
+        (yield Comm("dispatch", Collective(lambda: look, lambda: None))).wait()
 
     Engine(torch.device("cpu")).run(segments(), "F")
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from moe_dualpipe.expert_parallel import Link, Local, Loopback, Replay
+from moe_dualpipe.expert_parallel.labels import COMBINE, DISPATCH
 from moe_dualpipe.models import MoE, StageOptions
 from moe_dualpipe.models.auxiliary_losses import sequence_loss
 from moe_dualpipe.models.router import Router
-from moe_dualpipe.overlap.labels import BACKWARD, COMBINE, DISPATCH, FORWARD, label
+from moe_dualpipe.overlap.labels import BACKWARD, FORWARD, label
 from tests.support.delayed import Delayed
 from tests.support.routers import D, E, with_choices
 

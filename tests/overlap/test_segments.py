@@ -9,11 +9,13 @@ from torch import nn
 
 from moe_dualpipe.expert_parallel import Completed
 from moe_dualpipe.models import next_token_loss
-from moe_dualpipe.overlap import Comm, Compute, Engine, PrepareComm, Segmented, in_layer
+from moe_dualpipe.overlap import Collective, Comm, Compute, Engine, PrepareComm, Segmented, in_layer
 from tests.support.engines import run_on
 from tests.support.pairs import stage, tokens
 from tests.support.properties import given, settings, st
 from tests.support.segments import doubled, module_of
+
+DOUBLED = Collective(doubled, doubled)
 
 MOVES = ("move", "collective")
 
@@ -71,7 +73,7 @@ class Program(Segmented):
                 held = Held()
                 self.held.add(held)
                 fns = lambda x, i=i: Waited(self.log, f"{i} there", *self.there(x)), partial(self.back, i, held)
-                values.append((yield Comm("move", *fns, *args, collective=kind == "collective")))
+                values.append((yield Comm("move", Collective(*fns, joint=kind == "collective"), *args)))
                 del held, fns
             else:
                 values.append((yield Compute("compute", partial(self.compute, i), *args)))
@@ -145,6 +147,21 @@ def test_any_program_has_the_gradients_of_plain_autograd_and_waits_once_for_each
             assert log == [text for name in names for text in (name, f"{name} arrived")]
 
 
+def gathers_its_weight(self, x):
+    y = yield Compute("scale", torch.mul, x, self.weight)  # a parameter may be an input of any segment
+    doubled_weight = yield Comm("move", DOUBLED, self.weight)
+    return (yield Compute("add", torch.add, y, doubled_weight)), self.weight
+
+
+def test_a_parameter_may_be_an_input_of_a_transfer_and_an_output():
+    module = module_of(gathers_its_weight, weight=nn.Parameter(torch.tensor([2.0, 3.0])))
+    x = torch.tensor([5.0, 7.0], requires_grad=True)
+    y, weight = module(x)
+    (y.sum() + weight.sum()).backward()
+    assert y.tolist() == [14, 27] and weight.tolist() == [2, 3]
+    assert x.grad.tolist() == [2, 3] and module.weight.grad.tolist() == [5 + 2 + 1, 7 + 2 + 1]
+
+
 # ---- Errors ----
 
 
@@ -161,21 +178,21 @@ def computes_between_yields(self, x):
 
 
 def sends_what_no_segment_computed(self, x):
-    return (yield Comm("double", doubled, doubled, self.lin(x)))
+    return (yield Comm("double", DOUBLED, self.lin(x)))
 
 
 def captures(self, x):
     """The gradient of y would be computed after the backward of the segment that produced it, and would be lost."""
     y = yield Compute("lin", self.lin, x)
     z = yield Compute("captures", lambda x: x + y, x)
-    moved = yield Comm("double", doubled, doubled, z)
+    moved = yield Comm("double", DOUBLED, z)
     w = yield Compute("sin", torch.sin, y)
     return (yield Compute("add", torch.add, moved, w))
 
 
 def returns_too_few_gradients(self, x):
     y = yield Compute("lin", self.lin, x)
-    return (yield Comm("two", lambda *t: Completed(t), lambda *_: Completed(()), y, y))
+    return (yield Comm("two", Collective(lambda *t: Completed(t), lambda *_: Completed(())), y, y))
 
 
 def returns_a_nested_tuple(self, x):
@@ -218,10 +235,10 @@ class Waits:
 FAILURES = {
     "in layer 7, inner forward": lambda x: iter_of(Compute("inner", boom, x)),
     "in layer 7, inner backward": lambda x: iter_of(Compute("inner", Fails.apply, x)),
-    "in layer 7, move forward": lambda x: iter_of(Comm("move", boom, doubled, x)),
-    "in layer 7, move backward": lambda x: iter_of(Comm("move", doubled, boom, x)),
-    "in layer 7, wait for move forward": lambda x: iter_of(Comm("move", lambda _: Waits(), doubled, x)),
-    "in layer 7, wait for move backward": lambda x: iter_of(Comm("move", doubled, lambda _: Waits(), x)),
+    "in layer 7, move forward": lambda x: iter_of(Comm("move", Collective(boom, doubled), x)),
+    "in layer 7, move backward": lambda x: iter_of(Comm("move", Collective(doubled, boom), x)),
+    "in layer 7, wait for move forward": lambda x: iter_of(Comm("move", Collective(lambda _: Waits(), doubled), x)),
+    "in layer 7, wait for move backward": lambda x: iter_of(Comm("move", Collective(doubled, lambda _: Waits()), x)),
     "in layer 7, prepare plan forward": lambda x: iter_of(PrepareComm("plan", boom, x)),
 }
 
@@ -240,7 +257,7 @@ def test_the_innermost_annotation_is_what_the_engine_runs():
             return (torch.ones(2),)
 
     def segments(_self, x):
-        y = yield Comm("move", lambda _: Watching(), doubled, x)
+        y = yield Comm("move", Collective(lambda _: Watching(), doubled), x)
         return (yield Compute("end", lambda y: seen.append(engine.running) or y, y))
 
     with run_on(engine):

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from moe_dualpipe.overlap import Comm, PrepareComm
+from moe_dualpipe.overlap import Collective, Comm, PrepareComm
 from moe_dualpipe.overlap.engine import _SideStream
 from moe_dualpipe.schedule import NAMES
 from tests.machines.simulated_gpu import SimulatedGpu
@@ -72,13 +72,13 @@ def test_a_side_stream_holds_what_it_must_and_no_longer():
     with SimulatedGpu() as gpu:
         one, other = _SideStream.pair(gpu.device, gpu)
         for side, peer in ((one, other), (other, one)):
-            comm = Comm("move", partial(doubled, torch.ones(3)), doubled)
+            comm = Comm("move", Collective(partial(doubled, torch.ones(3)), doubled))
             side.prepare(PrepareComm("move", abs), lambda: None)
             for num_prepared, interleaved in ((1, False), (0, True)):
                 transfer = side.start(comm, side.mark(), interleaved)
                 peer.held.clear()
                 transfer.wait()
-                assert peer.held == [(comm.back,)] * interleaved
+                assert peer.held == [(comm.collective,)] * interleaved
                 assert len(transfer.prepared) == num_prepared
             del transfer
             side.run(int, side.mark())

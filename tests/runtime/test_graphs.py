@@ -17,7 +17,7 @@ from moe_dualpipe.expert_parallel import local as local_backend
 from moe_dualpipe.expert_parallel.protocol import Completed
 from moe_dualpipe.kernels import fuse, products, routing
 from moe_dualpipe.models import ModelConfig, StageOptions
-from moe_dualpipe.overlap import Comm
+from moe_dualpipe.overlap import Collective, Comm
 from moe_dualpipe.pipeline import Numerics, Pipeline
 from moe_dualpipe.runtime import graphs
 from moe_dualpipe.runtime.compiled import CompiledMicroBatch
@@ -163,7 +163,7 @@ def test_generated_code_differs_by_rounding(monkeypatch):
 
 def test_rows_of_other_ranks_are_refused():
     """Autograd would not send their gradients back."""
-    module = module_of(lambda _, x: (yield Comm("dispatch", Completed, Completed, x, collective=True)))
+    module = module_of(lambda _, x: (yield Comm("dispatch", Collective(Completed, Completed, joint=True), x)))
     with pytest.raises(ValueError, match="cannot exchange rows with other ranks"):
         CompiledMicroBatch([module], lambda y, _: y.sum()).model(torch.randn(3), torch.zeros(3))
 

@@ -9,10 +9,10 @@ from torch.distributed import DistError
 
 from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.expert_parallel.backend import ChosenBackend
+from moe_dualpipe.expert_parallel.labels import is_for_experts
 from moe_dualpipe.kernels.products import in_onednn
 from moe_dualpipe.models import build_model
 from moe_dualpipe.models.costs import train_flops_per_token
-from moe_dualpipe.overlap.labels import is_for_experts
 from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.tools.profiler import NAMES, read_trace
 from moe_dualpipe.tools.profiler.host import host_as_device

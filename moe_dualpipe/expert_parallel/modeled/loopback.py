@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ...kernels.backend import Kernels
 from ...overlap import streams
-from ...overlap.labels import BACKWARD, COMBINE, DISPATCH, FORWARD, label
+from ...overlap.labels import BACKWARD, FORWARD, label
 from ..exchange import AsyncResult, Exchange, buffer_rows
+from ..labels import COMBINE, DISPATCH
 from ..protocol import Combined, Pending, Received, Route
 from .link import Link, LinkTimer
 

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...overlap.labels import COMBINE, DISPATCH, PREPARE
+from ...expert_parallel.labels import COMBINE, DISPATCH
+from ...overlap.labels import PREPARE
 from ...overlap.probe import Observed
 
 Kind = Literal["weights", "buffers", "losses", "logits", "gradients", "segments"]

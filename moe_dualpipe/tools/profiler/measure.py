@@ -15,9 +15,10 @@ import torch
 from tqdm import tqdm
 
 from ...expert_parallel import Link, Loopback, Replay
+from ...expert_parallel.labels import COMBINE, DISPATCH
 from ...kernels.fp8 import weights_unchanged
 from ...messages import plural
-from ...overlap.labels import BACKWARD, COMBINE, DISPATCH, FORWARD, label
+from ...overlap.labels import BACKWARD, FORWARD, label
 from ..drawing.tables import markdown
 from .analyze import Analysis
 from .bound import possible_share, recorded_events

@@ -14,7 +14,8 @@ from typing import Any
 
 from msgspec.json import decode
 
-from ....overlap.labels import OWN_TRANSFERS, is_exchange
+from ....expert_parallel.labels import is_exchange
+from ....overlap.labels import OWN_TRANSFERS
 from ..trace import PEER_COPY, WAITS, DeviceEvent, HostEvent, Trace
 from .chrome import DAMAGE, ChromeTrace, Event
 from .recorded_collectives import RecordedCollectives, size, whole
