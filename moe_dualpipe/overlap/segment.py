@@ -105,6 +105,7 @@ class Comm(_Segment):
     """
 
     __slots__ = ("collective", "hide")
+    hide: Literal["weights", ""]
 
     def __init__(
         self,
