@@ -23,7 +23,7 @@ from .kv_cache import KVCache
 from .latent_attention import LatentAttention
 from .layers import Linear
 from .rotary import Rotary, rotate
-from .sdpa import ScaledDotProduct
+from .sdpa import ScaledDotProduct, attend_slices
 from .shape import AttentionShape
 
 
@@ -46,15 +46,24 @@ class Attention(AttentionLayer):
 
     def forward(self, x_BSD: Tensor, cache: KVCache | None = None, mask_B1SS: Tensor | None = None) -> Tensor:
         past, new = cache.length if cache is not None else 0, x_BSD.shape[1]
-        cos_SC, sin_SC = self.rotary.table(at_least_fp32(x_BSD.new_empty(new)), past)
-        split = fuse(split_heads, self.compiled)
-        numbers = self.num_heads, self.num_kv_heads, self.head_dim
-        q_BHSC, k_BGLC, v_BGLC = split(self.qkv(x_BSD), cos_SC, sin_SC, self.q_norm, self.k_norm, *numbers)
+        q_BHSC, k_BGLC, v_BGLC = self.project(x_BSD, past)
         if cache is not None:
             k_BGLC, v_BGLC = cache.append(self.layer, k_BGLC, v_BGLC)
         # is_causal aligns the first query with the first key, which is wrong after a past.
         mask = x_BSD.new_ones(new, past + new, dtype=torch.bool).tril(past) if past and new > 1 else mask_B1SS
         y_BHSC = self.sdpa(q_BHSC, k_BGLC, v_BGLC, mask, is_causal=not past and mask is None, enable_gqa=True)
+        return self.out(rearrange(y_BHSC, "b h s c -> b s (h c)"))
+
+    def project(self, x_BSD: Tensor, past: int | None = None) -> tuple[Tensor, ...]:
+        """Queries [B, H, S, C], keys and values [B, G, S, C] of the positions from `past`; None: those of the context."""
+        angles = self.rotary.table(at_least_fp32(x_BSD.new_empty(x_BSD.shape[1])), past, self.context)
+        split = fuse(split_heads, self.compiled)
+        numbers = self.num_heads, self.num_kv_heads, self.head_dim
+        return split(self.qkv(x_BSD), *angles, self.q_norm, self.k_norm, *numbers)
+
+    def attend(self, q_BHSC: Tensor, k_BGLC: Tensor, v_BGLC: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
+        assert self.context is not None
+        y_BHSC = attend_slices(self.sdpa, self.context, q_BHSC, k_BGLC, v_BGLC, mask_B1SS, enable_gqa=True)
         return self.out(rearrange(y_BHSC, "b h s c -> b s (h c)"))
 
     @staticmethod

@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .context_parallel import Context
 from .custom_layers import named_parameters
 from .kv_cache import KVCache
-from .layer_calls import call_layer
+from .layer_calls import call_layer, checked_output, errors_in
 
 
 class AttentionLayer(nn.Module):
@@ -37,11 +38,22 @@ class AttentionLayer(nn.Module):
                  positions, and attend to all positions. Without this parameter, the cache stores the inputs, and each
                  new token recomputes all positions: correct for any causal layer, but slow for long texts.
 
+    With `--cp`, a rank has only its own positions, and `context` is set (context_parallel.py). Then the block calls
+
+        def project(self, x_BSD): ...                   # returns queries, and tensors [..., S, C] of these positions
+        def attend(self, queries, *keys): ...           # with those of all positions, [..., L, C]; returns y_BSD
+
+    in place of `forward`, and yields the transfer `context.gather` of the tensors in between. `attend` may have the
+    parameter mask_B1SS, here [B, 1, S, L]; sdpa.py has `attend_slices`. Without these methods, `--cp` is an error.
+
     `models.layers.Linear` defers its weight gradients; other modules compute them together with the input gradients.
 
     The static methods return costs. Of custom attention, only `score_flops`, `kv_cache_shape` and, in one case,
     `weight_flops` are used.
     """
+
+    context: Context | None = None
+    """The ranks that share each sequence. None: this rank has all positions. Set by the block."""
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must define forward(x_BSD)")
@@ -74,6 +86,23 @@ def attend(attention: nn.Module, layer: int, x_BSD: Tensor, cache: KVCache | Non
     if cache is None or "cache" in context:
         return call_layer("attention", attention, x_BSD, **context)
     return call_layer("attention", attention, with_past(cache, layer, x_BSD), **context)[:, -x_BSD.shape[1] :]
+
+
+def project(attention: nn.Module, x_BSD: Tensor) -> tuple[Tensor, ...]:
+    """The queries, and the tensors to gather. `attention` has a context."""
+    with errors_in("attention", attention):
+        return attention.project(x_BSD)  # type: ignore[operator]
+
+
+def attend_gathered(
+    attention: nn.Module, x_BSD: Tensor, queries: Tensor, *keys: Tensor, mask_B1SS: Tensor | None
+) -> Tensor:
+    """What attention adds to `x_BSD`. Raises ValueError for a mask that it does not take."""
+    call: Any = attention.attend
+    context = accepted_context(attention, call, mask_B1SS)
+    with errors_in("attention", attention):
+        out = call(queries, *keys, **context)
+    return checked_output("attention", attention, x_BSD, out)
 
 
 _parameters = lru_cache(maxsize=256)(named_parameters)  # inspecting a signature is slow, and each forward asks

@@ -20,6 +20,7 @@ from torch import Tensor
 from moe_dualpipe.kernels.linear import at_least_fp32
 
 from .config import ModelConfig
+from .context_parallel import Context
 
 
 class _Attach(torch.autograd.Function):
@@ -58,11 +59,16 @@ def loss_factors(config: ModelConfig) -> dict[str, float]:
 
 
 def router_losses(
-    config: ModelConfig, logits_BSE: Tensor, ids_BSK: Tensor, weights_BS: Tensor | None = None
+    config: ModelConfig,
+    logits_BSE: Tensor,
+    ids_BSK: Tensor,
+    weights_BS: Tensor | None = None,
+    context: Context | None = None,
 ) -> dict[str, Tensor]:
     """The enabled router losses, without their factors, in fp32 at least.
 
-    weights_BS: the weight of each position in the mean of its sequence, 0 for padding. None: 1/S.
+    weights_BS: the weight of each position in the mean of its sequence, 0 for padding. None: 1/S. context: the ranks
+    that share the sequences; the mean of their losses is that of the whole sequences. Collective over them.
     """
     logits_BSE, losses = at_least_fp32(logits_BSE), {}
     if config.sequence_loss:
@@ -70,13 +76,15 @@ def router_losses(
             ids_BSK = logits_BSE.detach().topk(config.experts_per_token, dim=-1).indices
         if weights_BS is not None:
             ids_BSK = ids_BSK.masked_fill(weights_BS[..., None] == 0, -1)
-        losses["sequence_loss"] = sequence_loss(shares(logits_BSE, config), ids_BSK, weights_BS)
+        losses["sequence_loss"] = sequence_loss(shares(logits_BSE, config), ids_BSK, weights_BS, context)
     if config.z_loss:
         losses["z_loss"] = z_loss(logits_BSE, weights_BS)
     return losses
 
 
-def sequence_loss(shares_BSE: Tensor, ids_BSK: Tensor, weights_BS: Tensor | None = None) -> Tensor:
+def sequence_loss(
+    shares_BSE: Tensor, ids_BSK: Tensor, weights_BS: Tensor | None = None, context: Context | None = None
+) -> Tensor:
     """The mean over sequences of sum_E f_E P_E (arXiv 2412.19437, equations 17 to 20).
 
     P_E is the mean share of expert E in the scores. f_E is the number of tokens with expert E among their K best,
@@ -88,7 +96,9 @@ def sequence_loss(shares_BSE: Tensor, ids_BSK: Tensor, weights_BS: Tensor | None
     chosen_BC = ids_BSK.flatten(1)
     valid_BC = (chosen_BC >= 0).to(shares_BSE.dtype)
     counts_BE = torch.zeros_like(shares_BSE[:, 0]).scatter_add_(1, chosen_BC.clamp(min=0), valid_BC)
-    frequencies_BE = counts_BE * (shares_BSE.shape[2] / valid_BC.sum(1, keepdim=True).clamp(min=1))
+    if context is not None:  # P is a sum over positions, so only f needs those of other ranks
+        counts_BE = context.sum(counts_BE)
+    frequencies_BE = counts_BE * (shares_BSE.shape[2] / counts_BE.sum(1, keepdim=True).clamp(min=1))
     return (frequencies_BE * _mean(shares_BSE, weights_BS)).sum(1).mean()
 
 

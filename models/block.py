@@ -3,6 +3,7 @@
 Your own class can replace it: `BlockLayer` is its contract.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,13 +11,14 @@ from torch import Tensor, nn
 
 from moe_dualpipe.errors import in_context
 from moe_dualpipe.expert_parallel import ExpertParallel
-from moe_dualpipe.overlap import Compute, Segmented, Segments
+from moe_dualpipe.overlap import Comm, Compute, Segmented, Segments
 from moe_dualpipe.overlap.segment import CommResult
 
 from .attention import attention_class
-from .attention_layer import accepted_context, attend, with_past
+from .attention_layer import accepted_context, attend, attend_gathered, project, with_past
 from .build_experts import expert_class
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
+from .context_parallel import KEYS, Context
 from .custom_layers import LayerClass, custom_source, find_layer
 from .kv_cache import KVCache
 from .layer_calls import call_layer, checked_output
@@ -43,7 +45,12 @@ class BlockLayer(Segmented):
     `segments` and `forward` may have the parameters `mask_B1SS` and `cache`, as in `AttentionLayer`. Without the
     parameter `cache`, the cache stores the block's inputs, and each new token recomputes all positions. `segments` may
     have the parameter `rows_B`, to pass to `MoE.route` or `MoE.segments`: a batch with padding needs it.
+
+    With `--cp`, x_BSD has the positions of this rank, and `stage_options.context` is the `Context` of the ranks that
+    share its sequences (context_parallel.py). A class that gathers what its attention needs sets `gathers_keys`.
     """
+
+    gathers_keys: bool = False
 
 
 class Block(BlockLayer):
@@ -51,6 +58,7 @@ class Block(BlockLayer):
 
     compiled: bool = False
     """Set by the model: whether torch.compile fuses sums and norms."""
+    gathers_keys = True
 
     def __init__(
         self,
@@ -69,6 +77,9 @@ class Block(BlockLayer):
         self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.layer = layer
         self.attention = attention_class(config).build(config, layer=layer)
+        self.context = stage_options.context
+        if self.context is not None:
+            _set_context(self.attention, self.context)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         if config.is_dense(layer):
             self.mlp = SwiGLU(config.hidden_size, config.dense_size, config.init_std, out_std)
@@ -88,10 +99,18 @@ class Block(BlockLayer):
         The next layer adds them up, so no segment waits for the last part earlier than necessary.
         mask_B1SS: which positions each position attends to. None: itself and all before it. rows_B: see `MoE.route`.
         """
-        attend = partial(self.attend_and_route, rows_B=rows_B) if isinstance(self.mlp, MoE) else self.attend
-        attend = partial(attend, cache=cache, mask_B1SS=mask_B1SS)
         sources = [custom_source(layer) for layer in (self.attention, getattr(self.mlp, "router", None))]
         source = sources[0] or sources[1] if None in sources else None  # if both are the user's, either may have failed
+        finish = partial(self.route, rows_B=rows_B) if isinstance(self.mlp, MoE) else add_up
+        if self.context is None or cache is not None:
+            attend = partial(self.attend, finish, cache=cache, mask_B1SS=mask_B1SS)
+        else:
+            projected = yield Compute(
+                "qkv", self.project, *parts, recompute=self.recompute_attention, source=sources[0]
+            )
+            x_BSD, queries, *keys = projected
+            attend = partial(self.attend_gathered, finish, mask_B1SS=mask_B1SS)
+            parts = x_BSD, queries, (yield Comm(KEYS, self.context.gather, *keys))
         attended = yield Compute("attn", attend, *parts, recompute=self.recompute_attention, source=source)
         if not isinstance(self.mlp, MoE):
             return attended, (yield Compute("mlp", self.dense_mlp, attended, recompute=self.recompute_mlp))
@@ -101,20 +120,28 @@ class Block(BlockLayer):
             recompute_x = partial(normalize_again, self.mlp_norm, h_BSD.detach(), self.compiled)
         return h_BSD, *(yield from self.mlp.exchange(x_TD, *decision, recompute_x=recompute_x))
 
-    def attend(self, *parts: Tensor, **context: Any) -> Tensor:
-        return add_up(*self.attended_parts(*parts, **context))
+    def attend(self, finish: Callable[..., Any], *parts: Tensor, **context: Any) -> Any:
+        """`finish` of the residual stream before attention, and what attention adds to it."""
+        return finish(*self._normalized(parts, partial(attend, self.attention, self.layer, **context)))
 
-    def attended_parts(self, *parts: Tensor, **context: Any) -> tuple[Tensor, Tensor]:
-        """The residual stream before attention, and what attention adds to it."""
+    def project(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """The residual stream, the queries, and what to gather of this rank's positions."""
+        x_BSD, projected = self._normalized(parts, partial(project, self.attention))
+        return x_BSD, *projected
+
+    def attend_gathered(
+        self, finish: Callable[..., Any], x_BSD: Tensor, *projected: Tensor, mask_B1SS: Tensor | None
+    ) -> Any:
+        return finish(x_BSD, attend_gathered(self.attention, x_BSD, *projected, mask_B1SS=mask_B1SS))
+
+    def _normalized(self, parts: tuple[Tensor, ...], compute: Callable[[Tensor], Any]) -> tuple[Tensor, Any]:
+        """The residual stream, and `compute` of its normalized copy."""
         norms = self.recompute_attention_norms
         x_BSD, y_BSD, recompute_y = normalize(self.attention_norm, parts, norms, self.compiled)
         with recompute_saved(y_BSD, recompute_y):
-            return x_BSD, attend(self.attention, self.layer, y_BSD, **context)
+            return x_BSD, compute(y_BSD)
 
-    def attend_and_route(
-        self, *parts: Tensor, rows_B: Tensor | None = None, **context: Any
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        attended = self.attended_parts(*parts, **context)
+    def route(self, *attended: Tensor, rows_B: Tensor | None = None) -> tuple[Tensor, ...]:
         h_BSD, x_BSD, recompute_x = normalize(self.mlp_norm, attended, self.recompute_attention_norms, self.compiled)
         with recompute_saved(x_BSD, recompute_x):
             return h_BSD, *self.mlp.route(x_BSD, rows_B)  # type: ignore[union-attr]
@@ -123,6 +150,27 @@ class Block(BlockLayer):
         _, x_BSD, recompute_x = normalize(self.mlp_norm, (h_BSD,), self.recompute_mlp_norm, self.compiled)
         with recompute_saved(x_BSD, recompute_x):
             return self.mlp(x_BSD)
+
+
+def _set_context(attention: nn.Module, context: Context) -> None:
+    """Raises ValueError for attention that needs all positions of a sequence."""
+    if not (hasattr(attention, "project") and hasattr(attention, "attend")):
+        raise ValueError(
+            f"{type(attention).__name__} attends to positions that other ranks hold with --cp {context.size}: define "
+            "project(x_BSD) and attend(queries, *keys), between which the block gathers keys (AttentionLayer), or use "
+            "--cp 1"
+        )
+    attention.context = context  # type: ignore[assignment]
+
+
+def check_context(block: nn.Module, context: Context | None) -> None:
+    """Raise ValueError for a block that does not say that it gathers keys. A derived class says so itself."""
+    if context is not None and not vars(type(block)).get("gathers_keys", False):
+        raise ValueError(
+            f"{type(block).__name__} may need positions that other ranks hold with --cp {context.size}: yield "
+            'Comm("keys", stage_options.context.gather, k, v) before its attention, and set gathers_keys = True in the '
+            "class (BlockLayer); or use --cp 1"
+        )
 
 
 def block_class(config: ModelConfig) -> LayerClass:

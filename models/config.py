@@ -1,13 +1,16 @@
 """The configuration of a model, and the options with which a stage is built, as frozen values. Imports no torch."""
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from moe_dualpipe.kernels.fp8 import Fp8Recipe
 from moe_dualpipe.kernels.options import GroupScore, Kernels, RoutingOptions, validate_kernels
 from moe_dualpipe.messages import LARGEST, WANTED, check_range, printable
 
 from .custom_layers import Factory, LayerOptions, name_of, options_text
+
+if TYPE_CHECKING:
+    from .context_parallel import Context
 
 Recompute = Literal["none", "norms", "attention", "full"]
 """What a block recomputes in backward instead of saving it; recompute.py describes each."""
@@ -289,6 +292,8 @@ class StageOptions:
     communication. None: all."""
     compiled: bool = False
     """Fuse norms, sums, rotations and activations with torch.compile, in training only (kernels/fuse.py)."""
+    context: "Context | None" = None
+    """The ranks that share each sequence (context_parallel.py). None: this rank has all positions."""
     fp8: Fp8Recipe | None = None
     """How the experts round the operands of their products to 8 bits (kernels/fp8.py). None: not at all."""
 

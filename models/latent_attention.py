@@ -26,7 +26,7 @@ from .config import ModelConfig
 from .kv_cache import KVCache
 from .layers import Linear
 from .rotary import Rotary, growth, rotate
-from .sdpa import ScaledDotProduct
+from .sdpa import ScaledDotProduct, attend_slices
 from .shape import AttentionShape
 
 
@@ -63,13 +63,8 @@ class LatentAttention(AttentionLayer):
 
     def forward(self, x_BSD: Tensor, cache: KVCache | None = None, mask_B1SS: Tensor | None = None) -> Tensor:
         past, new = cache.length if cache is not None else 0, x_BSD.shape[1]
-        angles = self.rotary.table(at_least_fp32(x_BSD.new_empty(new)), past)
-        widths = self.q_width, self.kv_rank, self.rope_dim
-        down_BSW = self.down(x_BSD)
-        if self.bias is not None:
-            down_BSW = down_BSW + F.pad(self.bias, (down_BSW.shape[-1] - len(self.bias), 0))
-        q, latent_BSR, k_BSP = fuse(split_latents, self.compiled)(down_BSW, *angles, self.q_norm, self.kv_norm, widths)
-        q_BSW = self.q_up(q)
+        q_BSW, latent_BSR, k_BSP = self.project(x_BSD, past)
+        angles = self.angles(new, past, like=x_BSD)
         cached = cache.append(self.layer, torch.cat([latent_BSR, k_BSP], dim=-1)[:, None]) if cache is not None else ()
         if past:
             y_BHSV = self.absorbed(*split_queries(q_BSW, *angles, self.num_heads), *cached)
@@ -80,6 +75,29 @@ class LatentAttention(AttentionLayer):
             )
             y_BHSV = self.sdpa(*qkv, mask_B1SS, is_causal=mask_B1SS is None, scale=self.scale)
         return self.out(rearrange(y_BHSV, "b h s v -> b s (h v)"))
+
+    def project(self, x_BSD: Tensor, past: int | None = None) -> tuple[Tensor, ...]:
+        """Queries [B, S, H (C + P)], latents [B, S, R] and rotated keys [B, S, P]. Arguments are those of `Attention`."""
+        angles = self.angles(x_BSD.shape[1], past, like=x_BSD)
+        widths = self.q_width, self.kv_rank, self.rope_dim
+        down_BSW = self.down(x_BSD)
+        if self.bias is not None:
+            down_BSW = down_BSW + F.pad(self.bias, (down_BSW.shape[-1] - len(self.bias), 0))
+        q, latent_BSR, k_BSP = fuse(split_latents, self.compiled)(down_BSW, *angles, self.q_norm, self.kv_norm, widths)
+        return self.q_up(q), latent_BSR, k_BSP
+
+    def attend(self, q_BSW: Tensor, latent_BLR: Tensor, k_BLP: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
+        """Only latents are gathered, R + P numbers of a position; keys and values are computed from them here."""
+        assert self.context is not None
+        angles = self.angles(q_BSW.shape[1], like=q_BSW)
+        q, k, v = fuse(join_heads, self.compiled)(
+            q_BSW, self.kv_up(latent_BLR), k_BLP, *angles, self.num_heads, self.value_dim
+        )
+        y_BHSV = attend_slices(self.sdpa, self.context, q, k, v, mask_B1SS, scale=self.scale)
+        return self.out(rearrange(y_BHSV, "b h s v -> b s (h v)"))
+
+    def angles(self, length: int, past: int | None = None, *, like: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rotary.table(at_least_fp32(like.new_empty(length)), past, self.context)
 
     def absorbed(self, q_BHSC: Tensor, q_BHSP: Tensor, cached_B1LM: Tensor) -> Tensor:
         """Attention of the last S of L positions to cached latents, without gradients: [B, H, S, V]."""
@@ -141,5 +159,5 @@ def join_heads(
     heads = rearrange(kv_BSW, "b s (h c) -> b h s c", h=num_heads)
     k_BHSC, v_BHSV = heads.split([heads.shape[3] - value_dim, value_dim], dim=-1)
     q = torch.cat([q_BHSC, q_BHSP], dim=-1)
-    k = torch.cat([k_BHSC, k_BSP[:, None].expand_as(q_BHSP)], dim=-1)
+    k = torch.cat([k_BHSC, k_BSP[:, None].expand(-1, num_heads, -1, -1)], dim=-1)
     return q, k, copy_compiled(v_BHSV)

@@ -25,7 +25,7 @@ def call_layer(part: str, layer: nn.Module, x: Tensor, *others: Any, **context: 
     Raises ValueError unless the output has the shape, dtype and device of `x`. Under autocast, the autocast dtype is
     also valid.
     """
-    with _errors_in(part, layer):
+    with errors_in(part, layer):
         out = layer(x, *others, **context)
     return checked_output(part, layer, x, out)
 
@@ -35,7 +35,7 @@ def call_router(router: nn.Module, x: Tensor, num_experts: int, *replay_TK: Tens
 
     Raises ValueError if the decision of a custom router breaks the contract of `RouterLayer`.
     """
-    with _errors_in("router", router):
+    with errors_in("router", router):
         decision = router(x, *replay_TK)
     if custom_source(router) is not None:
         _check_decision(router, x, decision, num_experts)
@@ -54,7 +54,7 @@ def checked_output(part: str, layer: nn.Module, x: Tensor, out: Any) -> Tensor:
 
 
 @contextmanager
-def _errors_in(part: str, layer: nn.Module) -> Iterator[None]:
+def errors_in(part: str, layer: nn.Module) -> Iterator[None]:
     """Errors of this context name the part of the model, and the user's class of its layer."""
     try:
         yield

@@ -55,6 +55,7 @@ class MoE(Segmented):
         self.expert_parallel, self.layer = expert_parallel, layer
         self.kernels: Kernels = options.kernels
         self.router = build_router(config, layer, self.kernels)
+        self.router.context = self.context = options.context
         self.register_buffer("load_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
         self._losses: tuple[Tensor | float, int] = 0.0, 0  # the sum of the losses [L], and the number of batches
         self.experts = ExpertBuilder(config, layer, options.seed).build(expert_parallel.local_experts)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from moe_dualpipe.expert_parallel import ExpertParallel
 from moe_dualpipe.kernels.fuse import fuse
@@ -30,6 +31,7 @@ from moe_dualpipe.overlap.labels import LOSS
 from .auxiliary_losses import weighted
 from .block import block_class, block_parts
 from .config import ModelConfig, StageOptions
+from .context_parallel import Context
 from .custom_layers import custom_source
 from .layers import Linear, seeded
 from .recompute import add_and_normalize
@@ -39,12 +41,40 @@ CrossEntropy = Callable[[Tensor, Tensor], Tensor]
 
 
 class MTPBatch(NamedTuple):
-    """tokens_BS: the inputs of the model, whose tokens are embedded where a label is ignored. weights: the weight of
-    the micro-batch in the loss of each module. rows_B: see `MoE.route`."""
+    """targets: from `targets`, of the positions of this rank. weights: the weight of the micro-batch in the loss of
+    each module. rows_B: see `MoE.route`."""
 
-    tokens_BS: Tensor
+    targets: Sequence[tuple[Tensor, Tensor]]
     weights: Sequence[float]
     rows_B: Tensor | None = None
+
+
+def targets(
+    modules: int, labels_BS: Tensor, tokens_BS: Tensor | None = None, context: Context | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """For module k, the tokens t_{i+k} that it combines, and its labels t_{i+k+1}, of all i that have one, [B, S - k].
+
+    tokens_BS: the inputs of the model, whose tokens are embedded where a label is ignored. context: return those of the
+    positions of this rank; the last k of the sequence have labels of -100. Raises ValueError for short sequences.
+    """
+    if (length := labels_BS.shape[1]) <= modules:
+        raise ValueError(
+            f"mtp_layers {modules} needs sequences of at least {modules + 1} tokens: got {length}; "
+            "use longer ones, or fewer mtp_layers"
+        )
+    known_BS = labels_BS
+    if tokens_BS is not None:
+        next_BS = torch.cat([tokens_BS[:, 1:], labels_BS[:, -1:].clamp(min=0)], dim=1)
+        known_BS = torch.where(labels_BS >= 0, labels_BS, next_BS)
+    # labels_i is t_{i+1}: position i gets the token t_{i+k} = labels_{i+k-1}, and predicts labels_{i+k}.
+    found = [(known_BS[:, k - 1 : -1], labels_BS[:, k:]) for k in range(1, modules + 1)]
+    if context is None:
+        return found
+    pads = ((0, k) for k in range(1, modules + 1))
+    return [
+        (context.cut(F.pad(tokens, pad)), context.cut(F.pad(labels, pad, value=-100)))
+        for (tokens, labels), pad in zip(found, pads, strict=True)
+    ]
 
 
 class MTPModule(nn.Module):
@@ -92,22 +122,17 @@ class MTP(Segmented):
         self, h_BSD: Tensor, labels_BS: Tensor, embedding: nn.Module, cross_entropy: CrossEntropy,
         batch: MTPBatch | None = None,
     ) -> Segments:  # fmt: skip
-        """h_BSD: h^0. Positions whose target comes after the last label do not count."""
-        self.check(labels_BS)
-        known_BS, weights, rows_B = labels_BS, [1.0] * len(self._modules), None
-        if batch is not None:
-            tokens_BS, weights, rows_B = batch
-            next_BS = torch.cat([tokens_BS[:, 1:], labels_BS[:, -1:].clamp(min=0)], dim=1)
-            known_BS = torch.where(labels_BS >= 0, labels_BS, next_BS)
+        """h_BSD: h^0. labels_BS: those of the model, if there is no `batch`."""
+        if batch is None:
+            batch = MTPBatch(targets(len(self._modules), labels_BS), [1.0] * len(self._modules))
         losses: list[Tensor] = []
-        for k, module in enumerate(self.children(), start=1):
+        parts_of_k = zip(self.children(), batch.targets, batch.weights, strict=True)
+        for module, (tokens_BS, labels_of_k_BS), weight in parts_of_k:
             assert isinstance(module, MTPModule)
-            # labels_i is t_{i+1}: position i gets the token t_{i+k} = labels_{i+k-1}, and predicts labels_{i+k}.
-            tokens_BS, labels_of_k_BS = known_BS[:, k - 1 : -1], labels_BS[:, k:]
             x_BSD = yield Compute("embed", partial(module.input, embedding, tokens_BS), h_BSD)
-            segments = block_parts(module.block, module.layer, (x_BSD,), rows_B=rows_B)
+            segments = block_parts(module.block, module.layer, (x_BSD,), rows_B=batch.rows_B)
             parts = yield from in_layer(module.layer, segments, custom_source(module.block))
-            output = partial(module.output, cross_entropy, labels_of_k_BS, weights[k - 1])
+            output = partial(module.output, cross_entropy, labels_of_k_BS, weight)
             h_BSD, loss = yield Compute("head", output, *parts)
             losses.append(loss)
         return (yield Compute(LOSS, self.weighted, *losses))
@@ -122,12 +147,3 @@ class MTP(Segmented):
         mean = torch.as_tensor(self.total / self.count if self.count else torch.nan)
         self.total, self.count = 0.0, 0
         return mean
-
-    def check(self, labels_BS: Tensor) -> None:
-        """Raise ValueError for sequences that are too short."""
-        modules, length = len(self._modules), labels_BS.shape[1]
-        if length <= modules:
-            raise ValueError(
-                f"mtp_layers {modules} needs sequences of at least {modules + 1} tokens: got {length}; "
-                "use longer ones, or fewer mtp_layers"
-            )

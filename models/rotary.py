@@ -26,6 +26,7 @@ from moe_dualpipe.kernels.fuse import is_traced
 from moe_dualpipe.kernels.linear import at_least_fp32
 
 from .config import ModelConfig
+from .context_parallel import Context
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +36,16 @@ class Rotary:
     width: int
     config: ModelConfig
 
-    def table(self, like_S: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+    def table(self, like_S: Tensor, start: int | None = 0, context: Context | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin of the angles of S positions from `start`, times the factor of YaRN, each [S, C].
 
-        Each of the C/2 angles of a position appears twice. `like_S` gives the length, device and dtype.
+        Each of the C/2 angles of a position appears twice. `like_S` gives the length, device and dtype. start: None for
+        the S positions of this rank in `context`.
         """
         table = _table.__wrapped__ if is_traced(like_S) else _table  # a cache is for tensors with values
-        return table(self, len(like_S), start, like_S.dtype, like_S.device)
+        if start is not None:
+            context = None
+        return table(self, len(like_S), start or 0, like_S.dtype, like_S.device, context)
 
     def frequencies(self, channels: Tensor, length: int) -> Tensor:
         """The angles between two positions of a sequence of `length`, for even channels."""
@@ -90,7 +94,12 @@ class Rotary:
 
 @lru_cache(maxsize=8)  # all layers of a model use the same table, step after step
 @torch.inference_mode(False)  # a table that is first used in inference is used in training later
-def _table(rotary: Rotary, length: int, start: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _table(
+    rotary: Rotary, length: int, start: int, dtype: torch.dtype, device: torch.device, context: Context | None
+) -> tuple[Tensor, Tensor]:
+    if context is not None:
+        whole = _table.__wrapped__(rotary, length * context.size, start, dtype, device, None)
+        return context.cut(whole[0], 0), context.cut(whole[1], 0)
     positions_S = torch.arange(start, start + length, device=device, dtype=dtype)
     channels = torch.arange(0, rotary.width, 2, device=device, dtype=dtype)
     angles_SC = torch.outer(positions_S, rotary.frequencies(channels, start + length)).repeat(1, 2)

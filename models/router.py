@@ -20,6 +20,7 @@ from moe_dualpipe.kernels.routing import route
 
 from .auxiliary_losses import attach, loss_factors, router_losses
 from .config import ModelConfig
+from .context_parallel import Context
 from .custom_layers import LayerClass, find_layer
 from .layers import Linear
 
@@ -52,6 +53,8 @@ class RouterLayer(nn.Module):
     """Parameters that Muon leaves to AdamW (layers.py)."""
     skips_choices: bool = True
     """Whether ids may be -1. Set it to False if they never are: this saves a host sync in each layer."""
+    context: Context | None = None
+    """Set by the model: the ranks that share each sequence; then S are this rank's positions (context_parallel.py)."""
     weights_BS: Tensor | None = None
     """Set for each call: the weight of each position in a mean over its sequence, 0 for padding. None: 1/S."""
 
@@ -100,7 +103,7 @@ class Router(RouterLayer):
             return weights_TK, ids_TK
         length = x.shape[-2]
         logits_BSE, ids_BSK = (rows.unflatten(0, (-1, length)) for rows in (logits_TE, ids_TK))
-        losses = router_losses(self.config, logits_BSE, ids_BSK, self.weights_BS)
+        losses = router_losses(self.config, logits_BSE, ids_BSK, self.weights_BS, self.context)
         weights_TK = attach(weights_TK, *(self.factors[name] * loss for name, loss in losses.items()))
         return weights_TK, ids_TK, torch.stack([loss.detach() for loss in losses.values()])
 

@@ -5,12 +5,16 @@ It also supports latent attention, whose keys (width 192) are wider than its val
 not, so torch would fall back to a slow kernel.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from .context_parallel import Context
 
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
@@ -24,6 +28,31 @@ def preferred_kernels(capability: tuple[int, int]) -> list[SDPBackend] | None:
     cuDNN comes first on capabilities 9.x and 10.x (Hopper, and Blackwell for data centers).
     """
     return CUDNN_FIRST if capability[0] in (9, 10) else None
+
+
+def attend_slices(
+    attend: Callable[..., Tensor], context: Context, q_BHSC: Tensor, k_BGLC: Tensor, v_BGLV: Tensor,
+    mask: Tensor | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """Causal attention of a rank's two slices of queries to the keys and values of all L positions: [B, H, S, V].
+
+    attend: a `ScaledDotProduct`. mask: [B, 1, S, L], in place of the causal one.
+    """
+    if mask is not None:
+        return attend(q_BHSC, k_BGLC, v_BGLV, mask, **options)
+    length, results = q_BHSC.shape[-2] // 2, []
+    for number, q in zip(context.slices, q_BHSC.chunk(2, dim=-2), strict=True):
+        end = (number + 1) * length
+        k, v = k_BGLC[..., :end, :], v_BGLV[..., :end, :]
+        if q.is_cuda:
+            bias = causal_lower_right(length, end)
+            results.append(F.scaled_dot_product_attention(q, k, v, bias, **options))  # pyright: ignore
+        else:  # with queries in reverse, a mask with the same entries along each diagonal is a view of end + length
+            entries = q.new_zeros(end + length - 1)
+            entries[end:] = -torch.inf
+            bias = entries.as_strided((1, 1, length, end), (0, 0, 1, 1))
+            results.append(attend(q.flip(-2), k, v, bias, **options).flip(-2))
+    return torch.cat(results, dim=-2)
 
 
 class ScaledDotProduct(nn.Module):

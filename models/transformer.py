@@ -25,7 +25,7 @@ from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 
 from .attention import document_mask, document_numbers
 from .auxiliary_losses import attach, weighted
-from .block import block_class, block_parts
+from .block import block_class, block_parts, check_context
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
 from .custom_layers import custom_source
 from .kv_cache import KVCache
@@ -42,6 +42,7 @@ class TransformerStage(Segmented):
 
     With `options.document_end_id`, positions attend only within their document. Each stage but the last also returns
     the document numbers [B, S], the second argument of the next stage. With a cache there is only one document.
+    With `options.context`, x has the positions of this rank, and the document numbers those of all.
     rows_B: the numbers of the sequences in the step, for `MoE.route`.
 
     Raises ValueError for `mtp_layers` with `document_end_id`.
@@ -68,6 +69,7 @@ class TransformerStage(Segmented):
         for layer in spec.layers:
             with seeded(options.seed, f"layers.{layer}"):
                 self.layers[str(layer)] = block.build(config, layer, expert_parallel, options)
+                check_context(self.layers[str(layer)], options.context)
         if spec.head:
             self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
             with seeded(options.seed, "head"):
@@ -90,9 +92,11 @@ class TransformerStage(Segmented):
     def segments(
         self, x: Tensor, documents_BS: Tensor | None = None, cache: KVCache | None = None, rows_B: Tensor | None = None
     ) -> Segments:
-        if self.spec.embedding and self.options.document_end_id is not None and cache is None:
+        if self.options.document_end_id is not None and documents_BS is None and self.spec.embedding and cache is None:
             documents_BS = document_numbers(x, self.options.document_end_id)
         mask_B1SS = None if documents_BS is None else document_mask(documents_BS)
+        if mask_B1SS is not None and self.options.context is not None:
+            mask_B1SS = self.options.context.cut(mask_B1SS, 2)
         parts = (x,)
         if self.spec.embedding:
             parts = ((yield Compute("embed", self.embedding, x)),)

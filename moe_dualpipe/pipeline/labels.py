@@ -16,9 +16,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..expert_parallel.gather import sum_over_ranks
 from ..messages import plural
+from ..models.context_parallel import Context
 from ..runtime.layout import Layout
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
@@ -27,7 +29,8 @@ INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torc
 @dataclass(frozen=True, slots=True)
 class StepLabels:
     """micro_batches: for each micro-batch, its number of labels divided by the mean over all micro-batches, by depth.
-    positions: the weights [R, S - depth] of `RouterLayer.weights_BS`, by depth; None without padding on any rank.
+    positions: the weights [R, S - depth] of `RouterLayer.weights_BS`, by depth, or [R, s] of the s positions of this
+    rank; None without padding on any rank.
     """
 
     micro_batches: list[list[float]]
@@ -36,38 +39,41 @@ class StepLabels:
 
 def step_labels(
     labels_RS: Tensor, ignored_RS: Tensor | None, micro_batch: int, layout: Layout, depths: int,
-    num_labels: float | None = None,
+    num_labels: float | None = None, context: Context | None = None,
 ) -> StepLabels:  # fmt: skip
-    """ignored_RS: further labels to ignore, which do not make padding. micro_batch: its number of sequences.
+    """What `labels_RS` say, which are those of whole sequences. context: this rank runs its positions of them.
 
+    ignored_RS: further labels to ignore, which do not make padding. micro_batch: its number of sequences.
     num_labels: the number of labels of depth 0 on all data-parallel ranks; None: count them. Raises ValueError, on all
     ranks, if there are none. Collective unless all labels of all ranks count.
     """
     sequences, length = labels_RS.shape
-    count = sequences // micro_batch
-    if num_labels == labels_RS.numel() * layout.dp:
+    count, cut = sequences // micro_batch, context.cut if context else lambda x_RS: x_RS
+    if num_labels == labels_RS.numel() * layout.dp and not (depths and context):
         return StepLabels([[1.0] * (1 + depths)] * count)
     ends_R = ((labels_RS >= 0) * torch.arange(1, length + 1, device=labels_RS.device)).amax(1)  # after the last label
     lengths_KR = (ends_R - torch.arange(1 + depths, device=labels_RS.device)[:, None]).clamp(min=0)
     counted_RS = (labels_RS if ignored_RS is None else labels_RS.masked_fill(ignored_RS, -100)) >= 0
-    counts_MK = torch.stack([counted_RS[:, k:].sum(1) for k in range(1 + depths)], 1).unflatten(0, (count, -1)).sum(1)
-    padding = (ends_R < length).sum()[None]
+    counted_KRS = [F.pad(counted_RS[:, k:], (0, k)) for k in range(1 + depths)]
+    counts_MK = torch.stack([cut(own_RS).sum(1) for own_RS in counted_KRS], 1).unflatten(0, (count, -1)).sum(1)
+    # The ranks of a context cannot leave out the last k positions of depth k, so these count as padding.
+    padding = (ends_R < length).sum()[None] + bool(depths and context)
     totals = torch.cat([counts_MK.sum(0), (lengths_KR > 0).sum(1), padding]).double().cpu()
     labels_K = (sum_over_ranks(totals)[: 1 + depths] / layout.pp).tolist()
     if num_labels is not None:
         labels_K[0] = num_labels
     if not labels_K[0]:
         raise ValueError("this batch has no label: all of them are -100, so there is no loss")
-    scales_K = [count * layout.dp / max(total, 1) for total in labels_K]
+    scales_K = [count * layout.replicas / max(total, 1) for total in labels_K]
     weights = [[n * scale for n, scale in zip(counts, scales_K, strict=True)] for counts in counts_MK.tolist()]
     if not totals[-1]:
         return StepLabels(weights)
     positions = []
     for k, lengths_R in enumerate(lengths_KR):
-        with_label = totals[1 + depths + k] / layout.pp
-        each_R = sequences * layout.dp / max(with_label.item(), 1) / lengths_R.double().clamp(min=1)
-        real_RS = torch.arange(length - k, device=lengths_R.device) < lengths_R[:, None]
-        positions.append(real_RS * each_R[:, None])
+        with_label = totals[1 + depths + k] / (layout.pp * layout.cp)
+        each_R = sequences * layout.replicas / max(with_label.item(), 1) / lengths_R.double().clamp(min=1)
+        real_RS = torch.arange(length if context else length - k, device=lengths_R.device) < lengths_R[:, None]
+        positions.append(cut(real_RS * each_R[:, None]))
     return StepLabels(weights, positions)
 
 

@@ -28,14 +28,16 @@ from ..models import (
     split,
     stacked_matrices,
 )  # fmt: skip
-from ..models.mtp import MTPBatch
+from ..models.attention import document_numbers
+from ..models.context_parallel import Context, check_context
+from ..models.mtp import MTPBatch, targets
 from ..overlap import WeightGrads
 from ..runtime import P2P, Executor, TensorSpec
 from ..runtime.background import Background
 from ..runtime.compiled import CompiledMicroBatch
 from ..runtime.graphs import MicroBatchGraph
 from ..runtime.groups import EXPERTS, build_groups, product_sms
-from ..runtime.layout import Layout, check_ep, divisors
+from ..runtime.layout import Layout, check_cp, check_ep, divisors
 from ..runtime.learning_rate import OptimizerConfig
 from ..runtime.memory import queue_copy
 from ..runtime.optimizer import Optimizer
@@ -74,13 +76,17 @@ class Pipeline:
         self.model, self.schedule, self.micro_batch, self.dtype = model, schedule, micro_batch, numerics.dtype
         self.specs = split(model, schedule.num_stages, parallel.layers)
         self.device, self.options, self._on_action = torch.device(numerics.device), numerics.options, on_action
-        self.layout = _layout(schedule, parallel.ep, model.num_experts)
+        self.layout = _layout(schedule, parallel, model.num_experts)
         timeout = parallel.timeout
         self.groups = build_groups(self.layout, schedule.placement, timeout, model.last_stage_embeds)
-        if parallel.overlap and self.groups.experts is not None and self.options.num_sms is None:
+        if parallel.overlap and self.options.num_sms is None and (self.groups.experts or self.groups.context):
             self.options = replace(self.options, num_sms=product_sms(self.device))
+        check_context(parallel.cp, micro_batch[1])
+        self.context = None if self.groups.context is None else Context(self.groups.context)
+        self.options = replace(self.options, context=self.context)
+        self.own_shape = own = micro_batch[0], micro_batch[1] // parallel.cp
         group, kernels = self.groups.experts, self.options.kernels
-        max_tokens, top_k = math.prod(micro_batch), model.experts_per_token
+        max_tokens, top_k = math.prod(own), model.experts_per_token
         if sum_by_choice := parallel.expert_sums == "choice":
             max_tokens, top_k = max_tokens * top_k, 1
         self.expert_parallel = build_on_all_ranks(
@@ -95,13 +101,14 @@ class Pipeline:
             experts = Fp8Dispatch(experts, self.options.fp8)
         self.stages = build_on_all_ranks(lambda: self._build_stages(experts))
         embedding = share_embedding(self.stages.values())
-        hidden = TensorSpec((*micro_batch, model.hidden_size), self.dtype)
+        hidden = TensorSpec((*own, model.hidden_size), self.dtype)
         documents = [TensorSpec(micro_batch, torch.int32)] * (self.options.document_end_id is not None)
         links = P2P.connect(
             self.groups.pipeline, [hidden, *documents], self.device, timeout=timeout, directions=self.groups.links
         )
-        # Without transfers in the background, only a custom block can have communication to hide.
-        overlap = parallel.overlap and (backend.in_background or "block" in model.own_layers)
+        # Without transfers in the background, only a context or a custom block can have communication to hide.
+        hidden_transfers = backend.in_background or self.context is not None or "block" in model.own_layers
+        overlap = parallel.overlap and hidden_transfers
         deferred = WeightGrads(parallel.max_deferred, parallel.wgrad == "late")
         self.executor = Executor(self.stages, links, deferred, overlap, on_action)
         self.replicas = replica_sets(self.stages.values(), self.groups, embedding)
@@ -133,8 +140,8 @@ class Pipeline:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of one step on all data-parallel ranks."""
-        return self.schedule.num_micro_batches * self.layout.dp
+        """Micro-batches of one step on all ranks of a stage. With a context, each rank has a part of one."""
+        return self.schedule.num_micro_batches * self.layout.replicas
 
     def optimizer(self, config: OptimizerConfig, zero: bool = True) -> Optimizer:
         """The optimizer of this rank's parameters. zero: divide its state among ranks with the same parameters.
@@ -182,7 +189,7 @@ class Pipeline:
         self._check_same_batch(tokens_RS, labels_RS)
         ignored_RS = None if (end_id := self.options.document_end_id) is None else tokens_RS == end_id
         depths = self.model.mtp_layers * trains
-        found = step_labels(labels_RS, ignored_RS, self.micro_batch[0], self.layout, depths, num_labels)
+        found = step_labels(labels_RS, ignored_RS, self.micro_batch[0], self.layout, depths, num_labels, self.context)
         if ignored_RS is not None:
             labels_RS = labels_RS.masked_fill(ignored_RS, -100)
         sums = self._gradient_sums() if sum_gradients else None
@@ -207,17 +214,22 @@ class Pipeline:
         padded = trains and found.positions is not None
         routes = any(moe.recorded_RSK is not None or moe.replayed_RSK is not None for moe in layers)
         by_row = padded or (trains and routes)
-        inputs, labels, context = {}, {}, {}
-        documents = [None] * (self.options.document_end_id is not None)  # the first stage numbers them itself
+        inputs, labels, arguments, cut = {}, {}, {}, self.context.cut if self.context else lambda x_BS: x_BS
+        end_id = self.options.document_end_id
         for m, (x, y) in enumerate(zip(tokens_RS.split(size), labels_RS.split(size), strict=True)):
             rows_B = torch.arange(m * size, (m + 1) * size, device=self.device) if by_row else None
             weight, *mtp_weights = found.micro_batches[m]
             if schedule.rank_of(0, m) == pp_rank:
-                inputs[m] = (queue_copy(x, self.device), *documents)
+                documents = () if end_id is None else (queue_copy(document_numbers(x, end_id), self.device),)
+                inputs[m] = (queue_copy(cut(x), self.device), *documents)
             if schedule.rank_of(last, m) == pp_rank:
-                mtp = MTPBatch(queue_copy(x, self.device), mtp_weights, rows_B) if mtp_weights else None
-                labels[m] = (queue_copy(y, self.device), weight, mtp)
-            context[m] = (None, rows_B) if documents else (None, None, rows_B)  # no cache
+                mtp = None
+                if mtp_weights:
+                    shifted = targets(len(mtp_weights), y, x, self.context)
+                    there = [(queue_copy(t, self.device), queue_copy(u, self.device)) for t, u in shifted]
+                    mtp = MTPBatch(there, mtp_weights, rows_B)
+                labels[m] = (queue_copy(cut(y), self.device), weight, mtp)
+            arguments[m] = (None, rows_B) if end_id is not None else (None, None, rows_B)  # no cache
         criterion = self.stages[last].loss if last in self.stages else None
         for moe in layers if padded else ():
             assert found.positions is not None
@@ -226,7 +238,7 @@ class Pipeline:
             with weights_unchanged() if self.options.fp8 else nullcontext():
                 on_gradients = sums.complete if sums else None
                 result = self.executor.step(
-                    schedule, inputs, labels, criterion, on_gradients=on_gradients, context=context
+                    schedule, inputs, labels, criterion, on_gradients=on_gradients, context=arguments
                 )
         finally:
             for moe in layers:
@@ -250,11 +262,12 @@ class Pipeline:
         """Raise ValueError, on all ranks, if the batches of the ranks of a pipeline differ. The first step and every
         100th are compared. Collective."""
         self._num_steps += 1
-        if self.layout.pp == 1 or self._num_steps % 100 != 1:
+        sharing = self.layout.pp * self.layout.cp
+        if sharing == 1 or self._num_steps % 100 != 1:
             return
         checksums = torch.zeros(self.layout.dp, 2, dtype=torch.float64)
         checksums[self.layout.dp_rank] = checksum_terms(*tensors)
-        if not all(all_equal(sums, self.layout.pp) for sums in sum_over_ranks(checksums).tolist()):
+        if not all(all_equal(sums, sharing) for sums in sum_over_ranks(checksums).tolist()):
             raise ValueError(
                 "the ranks of a pipeline got different batches, so inputs and labels do not belong together: pass the "
                 "same ones on each, for example by seeding torch.randint with the number of the step"
@@ -277,7 +290,7 @@ class Pipeline:
 
     def load_kernels(self) -> None:
         """Load the kernels of all stages, before any transfer between stages (runtime/warm_up.py). Collective."""
-        shape, last = self.micro_batch, self.schedule.num_stages - 1
+        shape, last = self.own_shape, self.schedule.num_stages - 1
         criterion = self.stages[last].loss if last in self.stages else None
         with torch.random.fork_rng():  # the inputs and dropout
             tokens_BS = torch.randint(self.model.vocab_size, shape, device=self.device)
@@ -336,7 +349,7 @@ class Pipeline:
             if (end_id := self.options.document_end_id) is not None:
                 counted_RS &= inputs_RS != end_id
             total += counted_RS.sum().cpu()
-        return sum_over_ranks(total).item() / self.layout.pp
+        return sum_over_ranks(total).item() / (self.layout.pp * self.layout.cp)
 
     def mean_loss(self, losses: Sequence[Tensor]) -> float:
         """The mean over all ranks of the losses that `step` returned."""
@@ -347,7 +360,7 @@ class Pipeline:
         return (total[0] / total[1]).item()
 
 
-def _layout(schedule: Schedule, ep: int, num_experts: int) -> Layout:
+def _layout(schedule: Schedule, parallel: Parallel, num_experts: int) -> Layout:
     """The place of this rank. Raises ValueError if the processes cannot form pipelines of the schedule's ranks."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     pp = schedule.num_ranks
@@ -358,6 +371,8 @@ def _layout(schedule: Schedule, ep: int, num_experts: int) -> Layout:
             f"build it for {plural(size, 'rank') if size == 1 else f'{use} ranks'}, or start a multiple of {pp} "
             "processes with torchrun"
         )
-    dp = size // pp
-    check_ep(ep, num_experts, dp, f" ({plural(size, 'process', 'es')} / {plural(pp, 'pipeline rank')})")
-    return Layout(pp, dp, ep, rank)
+    check_cp(parallel.cp, size // pp)
+    check_ep(
+        parallel.ep, num_experts, size // pp, f" ({plural(size, 'process', 'es')} / {plural(pp, 'pipeline rank')})"
+    )
+    return Layout(pp, size // (pp * parallel.cp), parallel.ep, rank, cp=parallel.cp)

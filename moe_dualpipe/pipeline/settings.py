@@ -31,6 +31,8 @@ class Parallel:
     """Maximum number of chunks with deferred weight gradients. None: no limit."""
     timeout: float | None = None
     """Seconds that a collective operation waits. None: torch's default."""
+    cp: int = 1
+    """Number of ranks that share each sequence (models/context_parallel.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class SlotTransfer:
 
     def __init__(self, stages: Collection[nn.Module], layout: Layout, groups: Groups, optimizer: Optimizer):
         self.stages, self.optimizer = stages, optimizer
-        self.rank, self.place = layout.rank, layout.dp_rank % layout.ep
+        self.rank, self.place = layout.rank, layout.replica % layout.ep
         self.replicas = ranks_of(groups.expert_replicas) or (layout.rank,)
         self.group, self.members = groups.dense, ranks_of(groups.dense)
         self.device = next((t.device for stage in stages for t in stage.parameters()), torch.device("cpu"))

@@ -1,7 +1,7 @@
 """Every process group of a run: the world, and the groups for pipeline, data and expert parallelism.
 
-The world has pp x dp ranks, and rank = pipeline rank x dp + data rank. Experts are spread over ep consecutive data
-ranks, which are also consecutive in the world. All groups of this package are created here, so that their options are
+The world has pp x dp x cp ranks. The dp x cp ranks with the same layers are consecutive; each cp of them share their
+sequences, and each ep of them the experts. All groups of this package are created here, so that their options are
 set in one place.
 
 On GPUs, each group has two backends: NCCL for CUDA tensors, and gloo for CPU tensors. Counts, checks and losses are
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..expert_parallel.labels import COMBINE, DISPATCH
 from ..messages import printable
 from ..schedule import Placement
 from .launch import Launch
@@ -164,6 +163,7 @@ class Groups:
     (runtime/p2p.py); none without NCCL. experts: the ranks that exchange tokens with this one.
     dense, expert_replicas: the ranks that hold copies of this rank's dense parameters, and of its experts; they include
     DualPipe's mirrored ranks. embedding: the ranks that hold the embedding, if the last stage holds it as well.
+    context: the ranks that share sequences with this one.
     """
 
     pipeline: dist.ProcessGroup | None = None
@@ -172,10 +172,7 @@ class Groups:
     expert_replicas: dist.ProcessGroup | None = None
     embedding: dist.ProcessGroup | None = None
     links: tuple[dist.ProcessGroup, ...] = ()
-
-    def by_transfer(self) -> dict[str, tuple[int, ...]]:
-        """The ranks that take part in each kind of transfer between segments."""
-        return {DISPATCH: ranks_of(self.experts), COMBINE: ranks_of(self.experts)}
+    context: dist.ProcessGroup | None = None
 
 
 def end_holders(placement: Placement) -> list[int]:
@@ -191,7 +188,7 @@ def build_groups(
     timeout: seconds that an operation waits. shared_embedding: the last stage holds the embedding, too
     (`share_embedding` in models/transformer.py).
     """
-    pps, dps, eps = range(layout.pp), range(layout.dp), range(layout.ep)
+    pps, dps, eps = range(layout.pp), range(layout.replicas), range(layout.ep)
     at = layout.world_rank
 
     def create(memberships: Iterable[list[int]], nccl: Nccl = REPLICAS) -> dist.ProcessGroup | None:
@@ -215,4 +212,5 @@ def build_groups(
         expert_replicas=create([at(p, d) for p in held for d in dps[e :: layout.ep]] for held in peers for e in eps),
         embedding=create([[at(p, d) for p in ends for d in dps]]),
         links=tuple(link for link in links if link is not None),
+        context=create(([at(p, d + c) for c in range(layout.cp)] for p in pps for d in dps[:: layout.cp]), EXPERTS),
     )

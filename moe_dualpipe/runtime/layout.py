@@ -9,11 +9,13 @@ from ..messages import plural
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Parallel degrees, and the place of one rank among them. rank = pipeline rank x dp + data-parallel rank.
+    """Parallel degrees, and the place of one rank among them.
 
-    pp: ranks that share the layers. dp: replicas. ep: data-parallel ranks that share the experts of a layer. chunks:
-    stages of a pipeline rank, for schedules with a choice; None: the schedule's default. tp, cp: ranks that share each
-    matrix, and each sequence; only the planner has more than one.
+    pp: ranks that share the layers. dp: ranks that divide the sequences. cp: ranks that share each sequence. ep: ranks
+    that share the experts of a layer, of the dp x cp with copies of the others. chunks: stages of a pipeline rank, for
+    schedules with a choice; None: the schedule's default. tp: ranks that share each matrix; only the planner has them.
+
+    rank = (pipeline rank x dp + data-parallel rank) x cp + context rank.
     """
 
     pp: int = 1
@@ -29,23 +31,33 @@ class Layout:
         return self.pp * self.dp * self.tp * self.cp
 
     @property
+    def replicas(self) -> int:
+        """Ranks with copies of the same dense parameters."""
+        return self.dp * self.cp
+
+    @property
     def pp_rank(self) -> int:
-        return self.rank // self.dp
+        return self.rank // self.replicas
+
+    @property
+    def replica(self) -> int:
+        """The place among those ranks."""
+        return self.rank % self.replicas
 
     @property
     def dp_rank(self) -> int:
-        return self.rank % self.dp
+        return self.replica // self.cp
 
-    def world_rank(self, pp_rank: int, dp_rank: int) -> int:
-        return pp_rank * self.dp + dp_rank
+    def world_rank(self, pp_rank: int, replica: int) -> int:
+        return pp_rank * self.replicas + replica
 
 
-def layouts(num_ranks: int, num_layers: int, num_experts: int) -> Iterator[Layout]:
+def layouts(num_ranks: int, num_layers: int, num_experts: int, cp: int = 1) -> Iterator[Layout]:
     """All layouts of `num_ranks` ranks with a layer or more on each pipeline rank, and experts divided evenly."""
-    for pp in divisors(num_ranks):
+    for pp in divisors(num_ranks // cp) if num_ranks % cp == 0 else ():
         if pp <= num_layers:
-            dp = num_ranks // pp
-            yield from (Layout(pp, dp, ep) for ep in divisors(math.gcd(dp, num_experts)))
+            dp = num_ranks // (pp * cp)
+            yield from (Layout(pp, dp, ep, cp=cp) for ep in divisors(math.gcd(dp * cp, num_experts)))
 
 
 def check_ep(ep: int, num_experts: int, dp: int | None = None, ranks: str = "") -> None:
@@ -58,6 +70,13 @@ def check_ep(ep: int, num_experts: int, dp: int | None = None, ranks: str = "") 
         what = plural(num_experts, "expert") if num_experts % ep else plural(dp, "data-parallel rank") + ranks
         use = min(divisors(math.gcd(num_experts, dp) if dp != ep else num_experts), key=lambda n: abs(n - ep))
         raise ValueError(f"--ep {ep} does not divide {what}: use --ep {use}")
+
+
+def check_cp(cp: int, replicas: int) -> None:
+    """Raise ValueError, with the nearest that does, unless `cp` divides the ranks of a stage."""
+    if replicas % cp:
+        use = min(divisors(replicas), key=lambda n: abs(n - cp))
+        raise ValueError(f"--cp {cp} does not divide {plural(replicas, 'rank')} with the same layers: use --cp {use}")
 
 
 def divisors(number: int) -> list[int]:

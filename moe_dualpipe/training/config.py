@@ -28,9 +28,11 @@ class ParallelConfig:
     """How the work is divided over processes."""
 
     pp: int | None = None
-    """Number of pipeline ranks. None: processes / ep."""
+    """Number of pipeline ranks. None: processes / ep, or / cp if that is larger."""
     ep: int = 1
-    """Number of ranks that share the experts of a layer. Must divide the numbers of experts and data-parallel ranks."""
+    """Number of ranks that share the experts of a layer. Must divide the numbers of experts, and of ranks of a stage."""
+    cp: int = 1
+    """Number of ranks that share each sequence. --seq-len must be a multiple of twice this number."""
     ep_backend: EpBackend = "auto"
     """Backend for the exchange of tokens (docs/expert_parallel.md). deepep needs the package deep_ep.
     auto: symmetric for GPUs of one machine with peer access, shared for CPU ranks of one machine, else all_to_all.

@@ -65,6 +65,7 @@ class Console:
             f"model {printable(config.name)}: {(dense + experts) / 1e6:.2f} M parameters, {active / 1e6:.2f} M active"
             f"{f', {trained / 1e6:.2f} M trained, {frozen / 1e6:.2f} M frozen' if frozen else ''}",
             f"{run.choice.name} over {layout.pp} pipeline x {layout.dp} data-parallel ranks"
+            f"{f' x {layout.cp} context ranks' if layout.cp > 1 else ''}"
             f"{f', experts over {layout.ep}' if layout.ep > 1 else ''}, on {run.device.type} "
             f"in {str(numerics.dtype).removeprefix('torch.')}{', Triton kernels' if triton else ''}"
             f"{', products in oneDNN' if numerics.products == 'onednn' else ''}"

@@ -13,8 +13,9 @@ from itertools import product
 from pathlib import Path
 
 from ..messages import plural, printable, quoted, with_suggestions, without_suggestions
+from ..models.context_parallel import check_context
 from ..models.partition import check_layers_of_stages, check_stages
-from ..runtime.layout import Layout, check_ep, divisors, layouts
+from ..runtime.layout import Layout, check_cp, check_ep, divisors, layouts
 from ..schedule import FILL, Schedule, build, default_schedule
 from ..schedule.schedule_file import is_file_name, read_schedule
 from .config import TrainConfig
@@ -71,12 +72,13 @@ def choose(
 def _asked(config: TrainConfig, processes: int) -> Choice:
     parallel, typed, whole = config.parallel, config.batch.micro_batch_size, plural(processes, "process", "es")
     check_ep(parallel.ep, config.model.num_experts)
-    for option, ranks in (("--pp", parallel.pp), ("--ep", parallel.ep)):
+    for option, ranks in (("--pp", parallel.pp), ("--cp", parallel.cp), ("--ep", parallel.ep)):
         if processes % (ranks or 1):
             raise ValueError(f"{option} {ranks} does not divide {whole}")
-    pp = parallel.pp or processes // parallel.ep
-    layout = Layout(pp, processes // pp, parallel.ep)
-    check_ep(layout.ep, config.model.num_experts, layout.dp, f" ({whole} / {plural(pp, 'pipeline rank')})")
+    pp = parallel.pp or processes // math.lcm(parallel.ep, parallel.cp) or 1
+    check_cp(parallel.cp, processes // pp)
+    layout = Layout(pp, processes // (pp * parallel.cp), parallel.ep, cp=parallel.cp)
+    check_ep(layout.ep, config.model.num_experts, layout.replicas, f" ({whole} / {plural(pp, 'pipeline rank')})")
     if not typed and is_file_name(parallel.schedule):
         typed = config.batch.batch_size // layout.dp // _read(parallel.schedule).num_micro_batches
     elif not typed:
@@ -88,9 +90,12 @@ def _asked(config: TrainConfig, processes: int) -> Choice:
 def _typed(config: TrainConfig, choice: Choice, processes: int) -> str:
     """The options that lead to `choice` beside those of `config`."""
     parallel, layout = config.parallel, choice.layout
-    schedule = default_schedule(layout.pp, layout.ep) if parallel.schedule == "auto" else parallel.schedule
+    schedule = (
+        default_schedule(layout.pp, max(layout.ep, layout.cp)) if parallel.schedule == "auto" else parallel.schedule
+    )
     options = (
-        ("--pp", layout.pp, parallel.pp or processes // layout.ep), ("--ep", layout.ep, parallel.ep),
+        ("--pp", layout.pp, parallel.pp or processes // math.lcm(layout.ep, layout.cp)), ("--ep", layout.ep, parallel.ep),
+        ("--cp", layout.cp, parallel.cp),
         ("--schedule", choice.name, schedule),
         ("--micro-batch-size", choice.micro_batch_size, config.batch.micro_batch_size or choice.micro_batch_size),
     )  # fmt: skip
@@ -100,13 +105,16 @@ def _typed(config: TrainConfig, choice: Choice, processes: int) -> str:
 def _nearest_first(config: TrainConfig, processes: int) -> Iterator[Choice]:
     """What can run, by the ratios in which pp and ep change, and for a layout by schedule and micro-batch size."""
     wanted, model = config.parallel, config.model
-    pp, size = wanted.pp or processes // wanted.ep or 1, config.batch.micro_batch_size or DEFAULT_SIZE
+    pp = wanted.pp or processes // math.lcm(wanted.ep, wanted.cp) or 1
+    size = config.batch.micro_batch_size or DEFAULT_SIZE
     names = dict.fromkeys((wanted.schedule, "auto", "dualpipev", "1f1b", "interleaved_1f1b"))
 
     def distance(layout: Layout) -> float:
-        return abs(math.log(layout.pp / pp)) + abs(math.log(layout.ep / wanted.ep))
+        return sum(abs(math.log(ratio)) for ratio in (layout.pp / pp, layout.ep / wanted.ep, layout.cp / wanted.cp))
 
-    near = sorted(layouts(processes, model.num_layers, model.num_experts), key=distance)
+    cps = [cp for cp in divisors(wanted.cp) if config.batch.seq_len % (2 * cp) == 0 or cp == 1]
+    found = [one for cp in cps for one in layouts(processes, model.num_layers, model.num_experts, cp)]
+    near = sorted(found, key=distance)
     for layout, name, smaller in product(near, names, reversed(divisors(size))):
         with suppress(ValueError):
             yield _choice(config, layout, name, smaller)
@@ -115,8 +123,9 @@ def _nearest_first(config: TrainConfig, processes: int) -> Iterator[Choice]:
 def _choice(config: TrainConfig, layout: Layout, name: str, size: int) -> Choice:
     """Raises ValueError for a batch that the layout cannot divide, or that the schedule cannot run."""
     total, pp, dp = config.batch.batch_size, layout.pp, layout.dp
+    check_context(layout.cp, config.batch.seq_len)
     if name.removesuffix(FILL) == "auto":
-        name = default_schedule(pp, layout.ep) + name.removeprefix("auto")
+        name = default_schedule(pp, max(layout.ep, layout.cp)) + name.removeprefix("auto")
     if total % dp:
         raise ValueError(f"--batch-size {total} cannot be divided over {plural(dp, 'data-parallel rank')}")
     if (own := total // dp) % size:

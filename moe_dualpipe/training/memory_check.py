@@ -37,7 +37,7 @@ def step_memory(config: TrainConfig, choice: Choice, dtype: torch.dtype, device:
     cpu, compute, layout, stages = device.type == "cpu", config.compute, choice.layout, choice.schedule.num_stages
     listed = listed_layers(config)
     batch = MicroBatch(
-        choice.micro_batch_size, config.batch.seq_len, ep=layout.ep, recompute=compute.recompute,
+        choice.micro_batch_size, config.batch.seq_len, ep=layout.ep, cp=layout.cp, recompute=compute.recompute,
         fused_loss=compute.fused_loss, plain=compute.kernels == "reference" or (compute.kernels == "auto" and cpu),
         fp8_block=RECIPES[compute.fp8_recipe].block if compute.fp8 != "off" else 0, qk_norm=config.model.qk_norm,
         fp32_router=config.model.router_dtype == "float32",

@@ -42,7 +42,7 @@ from .restart import Agreed, agree
 from .rules import NOTHING_GIVEN, Given, check_options, compute_rules, new_folder_rules, no_folder_rules
 
 LAYOUT_KEYS = frozenset(
-    ("parallel.pp", "parallel.ep", "parallel.schedule", "parallel.num_chunks", "batch.micro_batch_size")
+    ("parallel.pp", "parallel.ep", "parallel.cp", "parallel.schedule", "parallel.num_chunks", "batch.micro_batch_size")
 )
 
 
@@ -207,7 +207,7 @@ def resolve(request: Request, facts: Facts) -> Run:
         config, _filled(config, choice, layers, numerics, facts).at(launch.rank),
         Parallel(
             choice.layout.ep, parallel.ep_backend, parallel.expert_sums, layers, parallel.overlap, parallel.wgrad,
-            parallel.max_deferred, config.health.timeout,
+            parallel.max_deferred, config.health.timeout, choice.layout.cp,
         ),
         replace(numerics, options=options), text, start, folder, facts.instruments, facts.agreed.store,
     )  # fmt: skip
@@ -280,7 +280,8 @@ def choose_layout(request: Request, facts: Facts, numerics: Numerics) -> tuple[T
     choice = choose(config, facts.launch.world_size, strict, problem)
     if choice.changed:  # run.toml keeps what was asked for: the next launch may have the ranks for it
         return config, choice
-    parallel = replace(config.parallel, pp=choice.layout.pp, ep=choice.layout.ep, schedule=choice.name)
+    layout = choice.layout
+    parallel = replace(config.parallel, pp=layout.pp, ep=layout.ep, cp=layout.cp, schedule=choice.name)
     batch = replace(config.batch, micro_batch_size=choice.micro_batch_size)
     return replace(config, parallel=parallel, batch=batch), choice
 

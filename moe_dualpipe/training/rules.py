@@ -31,7 +31,7 @@ from .options import all_keys, option_name, value_of
 
 # Options, with their smallest and largest valid values. None is always valid where the type allows it.
 RANGES: tuple[tuple[str, float, float], ...] = (
-    ("steps parallel.ep parallel.pp parallel.nodes_per_domain parallel.num_chunks parallel.max_deferred "
+    ("steps parallel.ep parallel.cp parallel.pp parallel.nodes_per_domain parallel.num_chunks parallel.max_deferred "
      "parallel.move_experts_every "
      "batch.seq_len batch.micro_batch_size batch.batch_size checkpoint.save_every checkpoint.keep "
      "metrics.eval_sequences metrics.log_every metrics.eval_every health.max_skipped health.check_replicas_every "

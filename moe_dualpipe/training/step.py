@@ -16,12 +16,14 @@ from torch.profiler import record_function
 from ..checkpoint import PartialLoad, load_checkpoint, load_tensors, load_weights
 from ..data.same_text import check_same_text
 from ..expert_parallel.gather import sum_over_ranks
+from ..expert_parallel.labels import COMBINE, DISPATCH
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
 from ..inference import eval_mode, generate_through_pipeline
 from ..kernels.options import RoutingOptions
 from ..kernels.products import use_products
 from ..messages import check_range
+from ..models.context_parallel import KEYS
 from ..models.layers import seed_of
 from ..overlap.engine import engine_for
 from ..overlap.labels import GRADIENTS, OPTIMIZER
@@ -29,6 +31,7 @@ from ..pipeline.freezing import freeze
 from ..pipeline.labels import all_equal, checksum_terms
 from ..pipeline.pipeline import Pipeline
 from ..pipeline.settings import Numerics
+from ..runtime.groups import ranks_of
 from ..runtime.known_gpus import peak_flops
 from ..runtime.learning_rate import learning_rate
 from ..runtime.memory import keep_freed_memory
@@ -78,7 +81,7 @@ class Trainer:
         )
         self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas
         self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
-        self.progress.watch(engine_for(self.device), self.executor.p2p, self.groups.by_transfer())
+        self.progress.watch(engine_for(self.device), self.executor.p2p, self._groups_of_transfers())
         self.balance.rate = self.config.bias_rate
         freeze(self.stages.values(), self.config.freeze, self.config.model.num_experts)
         *_, trained = self.count_parameters()
@@ -172,6 +175,11 @@ class Trainer:
         """The number of labels in this many sequences of text, if it is known before they are read."""
         known = self.text.all_labeled and self.pipeline.options.document_end_id is None
         return sequences * self.config.batch.seq_len if known else None
+
+    def _groups_of_transfers(self) -> dict[str, tuple[int, ...]]:
+        """The ranks that take part in each kind of transfer between segments."""
+        experts = ranks_of(self.groups.experts)
+        return {DISPATCH: experts, COMBINE: experts, KEYS: ranks_of(self.groups.context)}
 
     @property
     def own_sequences(self) -> range:

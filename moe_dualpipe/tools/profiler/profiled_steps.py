@@ -117,7 +117,7 @@ class ProfiledSteps(Extension):
         layout = self.layout
         pipelines = [
             RecordedPipeline(self.schedule, [steps[layout.world_rank(p, d)] for p in range(layout.pp)])
-            for d in range(layout.dp)
+            for d in range(layout.replicas)
         ]
         report = {"pipelines": [pipeline.as_object() for pipeline in pipelines]}
         (self.folder / "report.json").write_text(strict_json.write(report, indent=1) + "\n")

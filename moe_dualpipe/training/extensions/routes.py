@@ -87,10 +87,12 @@ class Routes(Extension):
     def before_step(self, step: int) -> None:
         samples = self._samples(step)
         for layer, moe in self.layers.items():
+            cp = 1 if moe.context is None else moe.context.size
             if self.replayed:
-                moe.replayed_RSK = self.replayed.read(layer, samples, self.batch.seq_len).to(self.trainer.device)
+                routes_RSK = self.replayed.read(layer, samples, self.batch.seq_len)
+                moe.replayed_RSK = (moe.context.cut(routes_RSK) if moe.context else routes_RSK).to(self.trainer.device)
             if self.folder:
-                shape = len(samples), self.batch.seq_len, self.model.experts_per_token
+                shape = len(samples), self.batch.seq_len // cp, self.model.experts_per_token
                 moe.recorded_RSK = torch.full(shape, -1, device=self.trainer.device)
 
     def after_update(self, update: Update) -> None:
@@ -99,8 +101,13 @@ class Routes(Extension):
         samples_R, found = torch.tensor(self._samples(update.step)), {}
         for layer, moe in self.layers.items():
             assert moe.recorded_RSK is not None
-            routes_RSK = moe.recorded_RSK.cpu()
+            routes_RSK = moe.recorded_RSK
+            if moe.context:
+                (routes_RSK,) = moe.context.gather.start(routes_RSK).wait()
+            routes_RSK = routes_RSK.cpu()
             here_R = (routes_RSK >= 0).flatten(1).any(1)  # other ranks ran the other sequences
             found[layer] = samples_R[here_R], routes_RSK[here_R]
+        if any(moe.context and moe.context.rank for moe in self.layers.values()):
+            return  # the first rank of each context writes for all
         name = f"step-{update.step + 1:06d}-rank-{self.trainer.layout.rank}{SUFFIX}"
         write_routes(self.folder / name, found, self.run)
