@@ -55,7 +55,7 @@ class Attention(AttentionLayer):
         return self.out(rearrange(y_BHSC, "b h s c -> b s (h c)"))
 
     def project(self, x_BSD: Tensor, past: int | None = None) -> tuple[Tensor, ...]:
-        """Queries [B, H, S, C], keys and values [B, G, S, C] of the positions from `past`; None: those of the context."""
+        """Queries [B, H, S, C], keys and values [B, G, S, C] of the positions from `past`, or else of the context."""
         angles = self.rotary.table(at_least_fp32(x_BSD.new_empty(x_BSD.shape[1])), past, self.context)
         split = fuse(split_heads, self.compiled)
         numbers = self.num_heads, self.num_kv_heads, self.head_dim

@@ -43,6 +43,10 @@ class Context:
         parts = x.chunk(2 * self.size, dim)
         return torch.cat([parts[i] for i in self.slices], dim)
 
+    def join(self, x: Tensor) -> Tensor:
+        """The reverse of `cut` along the last but one dimension. Collective."""
+        return self._gather(x).wait()[0]
+
     def sum(self, x: Tensor) -> Tensor:
         """The sum of the tensors `x` of all ranks."""
         total = x.clone()

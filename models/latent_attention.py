@@ -77,7 +77,7 @@ class LatentAttention(AttentionLayer):
         return self.out(rearrange(y_BHSV, "b h s v -> b s (h v)"))
 
     def project(self, x_BSD: Tensor, past: int | None = None) -> tuple[Tensor, ...]:
-        """Queries [B, S, H (C + P)], latents [B, S, R] and rotated keys [B, S, P]. Arguments are those of `Attention`."""
+        """Queries [B, S, H (C + P)], latents [B, S, R] and rotated keys [B, S, P]. Argument: see `Attention`."""
         angles = self.angles(x_BSD.shape[1], past, like=x_BSD)
         widths = self.q_width, self.kv_rank, self.rope_dim
         down_BSW = self.down(x_BSD)

@@ -30,7 +30,8 @@ class ParallelConfig:
     pp: int | None = None
     """Number of pipeline ranks. None: processes / ep, or / cp if that is larger."""
     ep: int = 1
-    """Number of ranks that share the experts of a layer. Must divide the numbers of experts, and of ranks of a stage."""
+    """Number of ranks that share the experts of a layer. Must divide the number of experts, and that of ranks of a
+    stage."""
     cp: int = 1
     """Number of ranks that share each sequence. --seq-len must be a multiple of twice this number."""
     ep_backend: EpBackend = "auto"

@@ -90,12 +90,11 @@ def _asked(config: TrainConfig, processes: int) -> Choice:
 def _typed(config: TrainConfig, choice: Choice, processes: int) -> str:
     """The options that lead to `choice` beside those of `config`."""
     parallel, layout = config.parallel, choice.layout
-    schedule = (
-        default_schedule(layout.pp, max(layout.ep, layout.cp)) if parallel.schedule == "auto" else parallel.schedule
-    )
+    schedule, pp = parallel.schedule, parallel.pp or processes // math.lcm(layout.ep, layout.cp)
+    if schedule == "auto":
+        schedule = default_schedule(layout.pp, max(layout.ep, layout.cp))
     options = (
-        ("--pp", layout.pp, parallel.pp or processes // math.lcm(layout.ep, layout.cp)), ("--ep", layout.ep, parallel.ep),
-        ("--cp", layout.cp, parallel.cp),
+        ("--pp", layout.pp, pp), ("--ep", layout.ep, parallel.ep), ("--cp", layout.cp, parallel.cp),
         ("--schedule", choice.name, schedule),
         ("--micro-batch-size", choice.micro_batch_size, config.batch.micro_batch_size or choice.micro_batch_size),
     )  # fmt: skip

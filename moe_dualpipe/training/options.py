@@ -31,7 +31,8 @@ from .config import DEFAULT_PRESET, CheckpointConfig, TrainConfig
 FLAGS: dict[str, str] = {
     "preset": "preset", "steps": "steps", "seed": "seed", "timeout": "health.timeout",
     "traceback": "health.traceback", "freeze": "freeze",
-    "pp": "parallel.pp", "ep": "parallel.ep", "cp": "parallel.cp", "ep-backend": "parallel.ep_backend", "schedule": "parallel.schedule",
+    "pp": "parallel.pp", "ep": "parallel.ep", "cp": "parallel.cp", "schedule": "parallel.schedule",
+    "ep-backend": "parallel.ep_backend",
     "device": "compute.device", "dtype": "compute.dtype", "kernels": "compute.kernels", "compile": "compute.compile",
     "recompute": "compute.recompute", "fused-loss": "compute.fused_loss",
     "data": "batch.data", "seq-len": "batch.seq_len", "batch-size": "batch.batch_size",

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from math import lcm
 
 import torch
 import torch.distributed as dist
@@ -166,7 +167,7 @@ def watched_world(plan: Run, launch: Launch) -> Iterator[tuple[Run, Progress]]:
     """
     timeout, nodes = plan.config.health.timeout, plan.config.parallel.nodes_per_domain
     with joining(launch.rank, timeout):
-        placed = place(launch, plan.layout.ep, nodes, timeout, plan.store)
+        placed = place(launch, lcm(plan.layout.ep, plan.layout.cp), nodes, timeout, plan.store)
         if not placed.other_versions:
             init_world(plan.device, placed.launch, timeout, placed.store)
     if placed.other_versions:

@@ -1,4 +1,4 @@
-"""Context parallelism: ranks that share sequences compute what one process computes, whatever reads along a sequence."""
+"""Context parallelism: ranks that share sequences compute what one process computes."""
 
 from dataclasses import replace
 
@@ -10,6 +10,8 @@ from tests.pipeline.test_padding import COUNT, MODEL, PLAIN, padded, short_batch
 from tests.support.ranks import run_ranks
 
 MLA = {"attention": "mla", "kv_rank": 16, "q_rank": 12, "rope_dim": 4, "value_dim": 12, "num_kv_heads": 2}
+YARN = {"rope_scaling": "yarn", "yarn_factor": 4.0, "rotary_fraction": 0.5}
+DYNAMIC = {"rope_scaling": "dynamic", "yarn_factor": 2.0, "yarn_positions": 4}
 END = 5
 
 
@@ -37,7 +39,7 @@ CASES = {
         "1f1b",
         1,
         Parallel(cp=2),
-        {"rope_scaling": "yarn", "yarn_factor": 4.0, "rotary_fraction": 0.5},
+        YARN,
         "",
         {},
     ),
@@ -45,7 +47,7 @@ CASES = {
         "1f1b",
         1,
         Parallel(cp=2),
-        {"rope_scaling": "dynamic", "yarn_factor": 2.0, "yarn_positions": 4},
+        DYNAMIC,
         "",
         {},
     ),

@@ -102,9 +102,7 @@ class Routes(Extension):
         for layer, moe in self.layers.items():
             assert moe.recorded_RSK is not None
             routes_RSK = moe.recorded_RSK
-            if moe.context:
-                (routes_RSK,) = moe.context.gather.start(routes_RSK).wait()
-            routes_RSK = routes_RSK.cpu()
+            routes_RSK = (moe.context.join(routes_RSK) if moe.context else routes_RSK).cpu()
             here_R = (routes_RSK >= 0).flatten(1).any(1)  # other ranks ran the other sequences
             found[layer] = samples_R[here_R], routes_RSK[here_R]
         if any(moe.context and moe.context.rank for moe in self.layers.values()):
