@@ -214,22 +214,21 @@ class Pipeline:
         padded = trains and found.positions is not None
         routes = any(moe.recorded_RSK is not None or moe.replayed_RSK is not None for moe in layers)
         by_row = padded or (trains and routes)
-        inputs, labels, arguments, cut = {}, {}, {}, self.context.cut if self.context else lambda x_BS: x_BS
-        end_id = self.options.document_end_id
+        inputs, labels, arguments = {}, {}, {}
+        no_documents = [None] * (self.options.document_end_id is None)
         for m, (x, y) in enumerate(zip(tokens_RS.split(size), labels_RS.split(size), strict=True)):
             rows_B = torch.arange(m * size, (m + 1) * size, device=self.device) if by_row else None
             weight, *mtp_weights = found.micro_batches[m]
             if schedule.rank_of(0, m) == pp_rank:
-                documents = () if end_id is None else (queue_copy(document_numbers(x, end_id), self.device),)
-                inputs[m] = (queue_copy(cut(x), self.device), *documents)
+                inputs[m] = tuple(queue_copy(tensor, self.device) for tensor in self.inputs_of(x))
             if schedule.rank_of(last, m) == pp_rank:
                 mtp = None
                 if mtp_weights:
                     shifted = targets(len(mtp_weights), y, x, self.context)
                     there = [(queue_copy(t, self.device), queue_copy(u, self.device)) for t, u in shifted]
                     mtp = MTPBatch(there, mtp_weights, rows_B)
-                labels[m] = (queue_copy(cut(y), self.device), weight, mtp)
-            arguments[m] = (None, rows_B) if end_id is not None else (None, None, rows_B)  # no cache
+                labels[m] = (queue_copy(self.cut(y), self.device), weight, mtp)
+            arguments[m] = (*no_documents, None, rows_B)  # no cache
         criterion = self.stages[last].loss if last in self.stages else None
         for moe in layers if padded else ():
             assert found.positions is not None
@@ -244,6 +243,16 @@ class Pipeline:
             for moe in layers:
                 moe.weights_RS = None
         return list(result.losses.values())
+
+    def cut(self, x_BS: Tensor) -> Tensor:
+        """The positions of `x_BS` that this rank runs."""
+        return x_BS if self.context is None else self.context.cut(x_BS)
+
+    def inputs_of(self, tokens_BS: Tensor) -> tuple[Tensor, ...]:
+        """The inputs of the first stage: the tokens of this rank's positions, and with a document mask the numbers of
+        the documents of all positions."""
+        end_id = self.options.document_end_id
+        return self.cut(tokens_BS), *(() if end_id is None else (document_numbers(tokens_BS, end_id),))
 
     def _run_whole(self, tokens_RS: Tensor, labels_RS: Tensor, found: StepLabels) -> list[Tensor]:
         """Run each micro-batch as one graph, or as one compiled function."""

@@ -31,8 +31,8 @@ LAYOUTS = {
     1: [{"schedule": "dualpipev"}, {"micro_batch_size": 4}, {"schedule": "1f1b", "micro_batch_size": 8}],
     2: [{"layers": "3,1"}, {}, {"schedule": "1f1b"}, {"schedule": "interleaved_1f1b", "num_chunks": 2},
         {"schedule": "dualpipev"},
-        {"pp": 1}, {"pp": 1, "ep": 2}, {"pp": 1, "ep": 2, "micro_batch_size": 2}],
-    4: [{"pp": 2, "ep": 2}, {"pp": 4, "micro_batch_size": 2}, {"pp": 1, "ep": 4}],
+        {"pp": 1}, {"pp": 1, "ep": 2}, {"pp": 1, "ep": 2, "micro_batch_size": 2}, {"cp": 2}],
+    4: [{"pp": 2, "ep": 2}, {"pp": 4, "micro_batch_size": 2}, {"pp": 1, "ep": 4}, {"pp": 2, "cp": 2, "ep": 2}],
 }  # fmt: skip
 
 

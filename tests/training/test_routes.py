@@ -35,7 +35,7 @@ GROUPS = dataclasses.replace(
     expert_groups=4, top_groups=2,
 )  # fmt: skip
 RUN = {"model": GROUPS, "steps": 2, "seq_len": 16, "batch_size": 8, "document_mask": True, "bias_rate": 0.05}
-OTHER = {"pp": 1, "ep": 2, "micro_batch_size": 2, "recompute": "attention"}
+OTHER = {"pp": 1, "ep": 2, "cp": 2, "micro_batch_size": 2, "recompute": "attention"}
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import torch
 
 from ...messages import plural
 from ...models import StageOptions
+from ...models.context_parallel import check_context
 from ...runtime.layout import check_ep
 from ...training.config import TrainConfig
 from ...training.layout_choice import DEFAULT_SIZE
@@ -91,6 +92,7 @@ def make_job(
 def check_runs(job: Job, variant: Variant) -> None:
     """Raise ValueError if the variant cannot run with its schedule, or with the model's layers or experts."""
     check_ep(variant.ep, job.model.num_experts)
+    check_context(variant.cp, job.tokens.shape[2] - 1)
     schedule_of(job, variant)
 
 

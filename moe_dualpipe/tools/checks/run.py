@@ -60,10 +60,11 @@ class Variant:
     recompute: Recompute = "none"
     size: int | None = None
     neighbors: int | None = None
+    cp: int = 1
 
     @property
     def processes(self) -> int:
-        return self.pp * self.dp
+        return self.pp * self.dp * self.cp
 
 
 _RECOMPUTE: tuple[Recompute, ...] = ("norms", "attention", "full")
@@ -86,12 +87,14 @@ def default_variants(size: int) -> list[Variant]:
         Variant("ep=2", OTHER_ROWS, dp=2, ep=2, schedule="dualpipev"),
         Variant("ep=2, no overlap", OTHER_ROWS, dp=2, ep=2, schedule="1f1b", overlap=False),
         Variant("ep=2, shuffled sequences", OTHER_ROWS, dp=2, ep=2, schedule="dualpipev", neighbors=2),
+        Variant("cp=2", OTHER_ROWS, schedule="dualpipev", cp=2),
         Variant("ep=2, recompute full", OTHER_ROWS, dp=2, ep=2, schedule="dualpipev", recompute="full"),
     ]
     four = [
         Variant("pp=4, dualpipe", OTHER_ORDER, pp=4, schedule="dualpipe"),
         Variant("pp=2 x ep=2, dualpipe", OTHER_ROWS, pp=2, dp=2, ep=2, schedule="dualpipe"),
         Variant("ep=4", OTHER_ROWS, dp=4, ep=4, schedule="dualpipev"),
+        Variant("pp=2 x cp=2 x ep=2, dualpipe", OTHER_ROWS, pp=2, ep=2, schedule="dualpipe", cp=2),
     ]
     return one + two + four
 
@@ -100,13 +103,16 @@ def requested_variant(options: ParallelConfig, recompute: Recompute) -> Variant 
     """The layout that the options of train.py ask for; None if they ask for none."""
     if options == ParallelConfig() and recompute == "none":
         return None
-    pp, ep = options.pp or 1, options.ep
+    pp, ep, cp = options.pp or 1, options.ep, options.cp
     schedule = options.schedule if options.schedule != "auto" else ("dualpipev" if pp % 2 else "dualpipe")
-    name = [f"pp={pp} x ep={ep}, {schedule}", *(["no overlap"] if not options.overlap else [])]
+    name = [
+        f"pp={pp} x {f'cp={cp} x ' if cp > 1 else ''}ep={ep}, {schedule}",
+        *(["no overlap"] if not options.overlap else []),
+    ]
     name += [f"recompute {recompute}"] if recompute != "none" else []
     return Variant(
-        ", ".join(name), OTHER_ROWS if ep > 1 else OTHER_ORDER, pp, ep, ep, schedule, options.num_chunks,
-        options.overlap, recompute,
+        ", ".join(name), OTHER_ROWS if max(ep, cp) > 1 else OTHER_ORDER, pp, lcm(ep, cp) // cp, ep, schedule,
+        options.num_chunks, options.overlap, recompute, cp=cp,
     )  # fmt: skip
 
 
@@ -190,7 +196,8 @@ class CheckedRun:
         self.job, self.variant, self.trace = job, variant, trace
         self.schedule, size = schedule_of(job, variant), variant.size or job.size
         self.pipeline = Pipeline(
-            job.model, self.schedule, (size, job.tokens.shape[2] - 1), Parallel(variant.ep, "all_to_all"),
+            job.model, self.schedule, (size, job.tokens.shape[2] - 1),
+            Parallel(variant.ep, "all_to_all", cp=variant.cp),
             Numerics(dtype=torch.float64, options=replace(job.options, recompute=variant.recompute)),
         )  # fmt: skip
         order = torch.arange(job.tokens.shape[1])
@@ -235,10 +242,12 @@ class CheckedRun:
                 self.last.loss(output, batch[:, 1:]).backward()
             return
         schedule, own = self.schedule, self.pipeline.layout.pp_rank
-        inputs = {m: (batch[:, :-1],) for m, batch in batches.items() if schedule.rank_of(0, m) == own}
+        inputs = {
+            m: self.pipeline.inputs_of(batch[:, :-1]) for m, batch in batches.items() if schedule.rank_of(0, m) == own
+        }
         ends = {m: batch for m, batch in batches.items() if schedule.rank_of(schedule.num_stages - 1, m) == own}
         criterion = self.last.loss if self.last is not None else None
-        labels = {m: (batch[:, 1:],) for m, batch in ends.items()}
+        labels = {m: (self.pipeline.cut(batch[:, 1:]),) for m, batch in ends.items()}
         done = self.executor.step(schedule, inputs, labels, criterion, return_outputs=True)
         for m, batch in ends.items():
             self._see_output(step, m, batch, done.outputs[m][0])
@@ -247,6 +256,8 @@ class CheckedRun:
     def _see_output(self, step: int, m: int, batch: Tensor, output: Tensor) -> None:
         assert self.last is not None
         sequences, logits_BSV = self.micro_batches[m], self.last.logits(output)
+        if self.pipeline.context is not None:
+            logits_BSV = self.pipeline.context.join(logits_BSV)
         losses = nn.functional.cross_entropy(logits_BSV.double().mT, batch[:, 1:], reduction="none")
         self.trace.see_tokens("logits", f"step {step + 1}, logits", sequences, logits_BSV)
         self.trace.see_tokens("losses", f"step {step + 1}, losses", sequences, losses)
@@ -258,8 +269,8 @@ class CheckedRun:
                 if kind == "gradients":
                     if not tensor.requires_grad:
                         continue
-                    # A micro-batch's loss is the mean over its sequences.
+                    # A micro-batch's loss is the mean over its sequences, and over the ranks that share them.
                     grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                    tensor = grad * len(self.micro_batches[0])
+                    tensor = grad * (len(self.micro_batches[0]) / self.variant.cp)
                 for global_name, view in global_tensors(name, tensor, replicas.experts.get(name)):
                     self.trace.see(kind, f"{global_name}{when}", {0: view})
