@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_dualpipe.expert_parallel import Pending
+from moe_dualpipe.expert_parallel import Loopback, Pending
 from moe_dualpipe.expert_parallel.exchange import AsyncResult
 from moe_dualpipe.overlap import Collective
 
@@ -91,6 +91,23 @@ class Context:
 
     def _all_to_all(self, received: Tensor, sent: Tensor) -> Any:
         return dist.all_to_all_single(_bytes(received), _bytes(sent), group=self.group, async_op=True)
+
+
+class LoopbackContext(Context):
+    """The first of `size` virtual ranks with the same rows, over the modeled link of `backend`, on a CPU."""
+
+    def __init__(self, size: int, backend: Loopback):
+        self.size, self.rank, self.backend = size, 0, backend
+
+    def _all_gather(self, received: Tensor, sent: Tensor) -> Any:
+        return self.backend.transfer(received.copy_(sent.expand_as(received)), _num_bytes(received[1:]))
+
+    def _all_to_all(self, received: Tensor, sent: Tensor) -> Any:
+        return self.backend.transfer(received.copy_(sent), _num_bytes(received[1:]))
+
+
+def _num_bytes(x: Tensor) -> int:
+    return x.numel() * x.itemsize
 
 
 def check_context(cp: int, length: int) -> None:

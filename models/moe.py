@@ -124,7 +124,7 @@ class MoE(Segmented):
             shared = yield Compute("mlp", partial(self.run_shared, recompute_x), x_TD, recompute=self.recompute)
         run, source = partial(self.run_experts, route=route), custom_source(self.experts)
         out_ND = yield Compute("mlp", run, received, recompute=self.recompute, source=source)
-        combined = yield Comm(COMBINE, dispatch.transposed, out_ND, hide="")
+        combined = yield Comm(COMBINE, dispatch.transposed, out_ND, hide="", opens=self.context is None)
         return (combined,) if shared is None else (combined, shared)
 
     def prepare(self, ids_TK: Tensor) -> Route:

@@ -34,6 +34,8 @@ class ProfileRun(DeviceOption, JsonOption):
     """Number of MoE layers."""
     ep: int | None = None
     """Number of expert-parallel ranks. None: the largest number up to 64 that divides the experts evenly."""
+    cp: int = 1
+    """Number of ranks that share each sequence, on a CPU: keys are gathered over the same link."""
     seq_len: int | None = None
     """Tokens per sequence; in decode, cached tokens per sequence. None: 1024 on a CPU, 4096 on a GPU."""
     tokens: int | None = None
@@ -56,7 +58,7 @@ class ProfileRun(DeviceOption, JsonOption):
         if gbps is not None:
             check_ranges(self, 1e-3, "link_gbps", high=1e6)
         check_ranges(self, 0, "link_latency_us", high=1e6)
-        check_ranges(self, 1, "ep", high=1e6)
+        check_ranges(self, 1, "ep", "cp", high=1e6)
         if self.link_latency_us and gbps is None:
             raise ValueError("--link-latency-us needs --link-gbps")
         if gbps is not None and self.replay != "none":
@@ -71,7 +73,7 @@ class ProfileRun(DeviceOption, JsonOption):
         sizes = self.num_layers, self.seq_len or None, self.tokens or None
         try:
             device = device_of(self.device, launch)
-            workload = PairWorkload.from_preset(self.mode, self.preset, *sizes, self.routing, device, self.fp8)
+            workload = PairWorkload.from_preset(self.mode, self.preset, *sizes, self.routing, device, self.fp8, self.cp)
             measurement = measure(workload, out, self.ep, link, self.replay == "deepseek")
         except RuntimeError as error:
             if "memory" not in str(error):

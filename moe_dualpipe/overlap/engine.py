@@ -12,6 +12,14 @@ its work is done. So a transfer starts as soon as its input exists, and then the
 complete at once, there is nothing to hide, and its lane continues. Both devices run computations in the same
 order, and transfers in the same order.
 
+A transfer of keys before attention (models/context_parallel.py) makes three transfers of a layer. By the same rule,
+
+    combine(B), mlp(B), dispatch(B) | mlp(W), qkv(F), attn(B), keys(F), keys(B), attn(W), attn(F), qkv(B), dispatch(F),
+    next layer: combine(B), qkv(W), mlp(F), mlp(B), combine(F), dispatch(B) |
+
+The forward begins one transfer later (`Comm.opens`). So keys, the longest transfer, run behind the attention of the
+other chunk. Otherwise they would run behind mlp, and combine behind qkv, which are short.
+
 With `WeightGrads.late`, mlp(W) runs after mlp(F), so that combine(F) starts earlier. This is faster where attention is
 short, or combine is long.
 """
@@ -65,16 +73,19 @@ class Engine:
         first.interleaved = second.interleaved = True
         late = second.weight_grads is not None and second.weight_grads.late
         try:
-            second.advance()
-            second.launch()
-            second.run_deferred()
+            opened = False
+            while second.active and not opened:
+                second.advance()
+                second.launch()
+                second.run_deferred()
+                opened = second.opens
             while first.active or second.active:
                 first.advance()
                 if late:
                     second.run_deferred()
                 second.advance()
-                next_comm = first.next_comm or second.next_comm
-                if next_comm is not None and not next_comm.hide:
+                waiting = [lane.next_comm for lane in (first, second) if lane.next_comm is not None]
+                if waiting and not any(comm.hide for comm in waiting):
                     second.run_deferred()
                 first.launch()
                 second.launch()
@@ -131,8 +142,8 @@ class Lane:
         self.side, self.interleaved = engine.sides[0], False
         self.segments, self.active = segments, True
         self.next_comm: Comm | None = None
-        self.hide = ""
-        """What may run behind the last transfer that was started."""
+        self.hide, self.opens = "", True
+        """Those of the last transfer that was started."""
         self.result: Any = None
         self._reply: Any = None
         self._inputs_ready: Any = None
@@ -169,7 +180,7 @@ class Lane:
         if self.next_comm is None:
             return False
         comm, side, self.next_comm = self.next_comm, self.side, None
-        self.hide = comm.hide
+        self.hide, self.opens = comm.hide, comm.opens
         with self.engine.annotate(text := label(comm.name, self.kind), comm.layer):
             transfer = side.start(comm, self._inputs_ready, self.interleaved) if side else comm.fn()
         self._reply = CommResult(partial(self._wait, transfer, WAIT_FOR + text, comm.layer))

@@ -101,25 +101,23 @@ class Comm(_Segment):
     """Start a transfer of the inputs. The generator continues immediately, with a `CommResult`; backward runs the dual.
 
     hide: what may run behind the transfer and behind its dual, beside the other chunk's computation. "weights":
-    deferred weight gradients. "": on a GPU, they are queued before it.
+    deferred weight gradients. "": on a GPU, they are queued before it. opens: whether the first segments of another
+    chunk's forward may run behind the dual. Otherwise they wait for the next transfer.
     """
 
-    __slots__ = ("collective", "hide")
+    __slots__ = ("collective", "hide", "opens")
     hide: Literal["weights", ""]
 
     def __init__(
-        self,
-        name: str,
-        collective: Collective,
-        *inputs: "Tensor | CommResult",
-        hide: Literal["weights", ""] = "weights",
-    ):
+        self, name: str, collective: Collective, *inputs: "Tensor | CommResult",
+        hide: Literal["weights", ""] = "weights", opens: bool = True,
+    ):  # fmt: skip
         super().__init__(name, collective.start, *inputs)
-        self.collective, self.hide = collective, hide
+        self.collective, self.hide, self.opens = collective, hide, opens
 
     def with_fn(self, fn: Callable[..., Any]) -> "Comm":
         """A copy without inputs, which calls `fn()`."""
-        other = Comm(self.name, self.collective, hide=self.hide)
+        other = Comm(self.name, self.collective, hide=self.hide, opens=self.opens)
         other.fn, other.layer = fn, self.layer
         return other
 

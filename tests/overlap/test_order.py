@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from moe_dualpipe.expert_parallel import Local, Loopback
+from moe_dualpipe.models.context_parallel import LoopbackContext
 from moe_dualpipe.overlap import WeightGrads, bind
 from moe_dualpipe.overlap.pair_time import LayerSeconds, pair_seconds
 from tests.support.pairs import assert_same, run_pair, stage, tokens
@@ -34,6 +35,33 @@ def test_the_order_is_deepseeks():
     assert order(bare(3), bare(3), queued=True) == (
         f"add(B) combine(B) {LAYER} combine(B) {LAYER} combine(B) {LAYER} add(F)"
     )
+
+
+KEYS_LAYER = "mlp(W) qkv(F) attn(B) keys(F) keys(B) attn(W) attn(F) qkv(B) dispatch(F)"
+
+
+def with_keys(layers):
+    experts = Loopback(8, 2)
+    return stage(
+        layers, 0, experts, embedding=False, head=False, num_shared_experts=0, context=LoopbackContext(2, experts)
+    )
+
+
+def test_keys_run_behind_the_attention_of_the_other_chunk():
+    """Layer by layer, by the same rule; the forward begins one transfer later than without keys."""
+    layer, after = KEYS_LAYER, "combine(B) qkv(W) mlp(F) mlp(B) combine(F) dispatch(B)"
+    assert order(with_keys(3), with_keys(3), queued=True) == (
+        f"add(B) combine(B) mlp(B) dispatch(B) {layer} {after} {layer} {after} {layer} qkv(W) mlp(F) combine(F) add(F)"
+    )
+
+
+@pytest.mark.parametrize("queued", [True, False])
+@pytest.mark.parametrize("layers", [(2, 2), (1, 3), (3, 1)])
+def test_a_pair_with_keys_has_the_bits_of_both_chunks_alone(layers, queued):
+    first, second = map(with_keys, layers)
+    x0, x1 = torch.randn(2, 1, 4, 16, generator=torch.Generator().manual_seed(1))
+    pairs = [run_pair(first, second, x0, x1, overlapped, queued) for overlapped in (True, False)]
+    assert_same(*pairs)
 
 
 def test_on_a_cpu_transfers_start_as_soon_as_their_input_exists():

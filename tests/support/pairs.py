@@ -39,11 +39,16 @@ def assert_same(ours, expected):
         assert one is None or torch.equal(one, other)
 
 
-def stage(layers=4, dense=1, ep=None, embedding=True, head=True, recompute="none", seed=0, **choices) -> Any:
+def stage(
+    layers=4, dense=1, ep=None, embedding=True, head=True, recompute="none", seed=0, context=None, **choices
+) -> Any:
     config = dataclasses.replace(CONFIG, num_layers=max(layers, 1), num_dense_layers=dense, **choices)
     spec = StageSpec(range(layers), embedding, head, 1.0)
     return TransformerStage(
-        config, spec, ep if ep is not None else Local(config.num_experts), StageOptions(seed, recompute)
+        config,
+        spec,
+        ep if ep is not None else Local(config.num_experts),
+        StageOptions(seed, recompute, context=context),
     )
 
 

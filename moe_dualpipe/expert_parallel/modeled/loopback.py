@@ -92,12 +92,13 @@ class Loopback(Exchange):
     # ---- on a CPU ----
 
     def all_to_all_counts(self, counts_R2: Tensor) -> Pending[Tensor]:
-        return self._transfer(counts_R2.expand(2, *counts_R2.shape), 0)
+        return self.transfer(counts_R2.expand(2, *counts_R2.shape), 0)
 
     def all_to_all(self, rows: Tensor, rows_out: list[int], rows_in: list[int]) -> Pending[Tensor]:
-        return self._transfer(rows, (len(rows) - rows_out[0]) * rows.shape[1] * rows.element_size())
+        return self.transfer(rows, (len(rows) - rows_out[0]) * rows.shape[1] * rows.element_size())
 
-    def _transfer(self, rows: Tensor, num_bytes: int) -> Pending[Tensor]:
+    def transfer(self, rows: Tensor, num_bytes: int) -> Pending[Tensor]:
+        """Receive `rows` after the time that the link takes for `num_bytes`."""
         self._bytes_sent += num_bytes
         return AsyncResult([self.timer.transfer(self.link.seconds(num_bytes))], lambda: rows)
 

@@ -152,7 +152,7 @@ def set_link(pair: Pair, backend: Loopback, link: Link | None, rounds: int) -> s
         link = Link(gb_per_s=num_bytes / 1e9 / seconds / COMM_SHARE)
         reason = f": {_format_bytes(num_bytes)} take {COMM_SHARE} of the computation time, {1e3 * seconds:,.0f} ms"
     link = link or GPU_LINK
-    transfers = 4 * pair.workload.layers
+    transfers = (6 if pair.workload.cp > 1 else 4) * pair.workload.layers
     if (taking := link.seconds(num_bytes) + (transfers - 1) * link.seconds(0)) > MAX_COMM_SECONDS:
         raise ValueError(
             f"the link is too slow: {_format_bytes(num_bytes)} in {transfers} transfers would take {taking:,.0f} s; "

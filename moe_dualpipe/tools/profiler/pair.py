@@ -13,11 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...expert_parallel import ExpertParallel, Fp8Dispatch
+from ...expert_parallel import Fp8Dispatch, Loopback
 from ...kernels.fp8 import Fp8Recipe
 from ...kernels.options import Fp8
 from ...messages import LARGEST, check_range, plural
 from ...models import ModelConfig, StageOptions, StageSpec, TransformerStage, filled_cache, preset
+from ...models.context_parallel import LoopbackContext, check_context
 from ...runtime.groups import product_sms
 
 Mode = Literal["train", "prefill", "decode"]
@@ -30,7 +31,7 @@ class PairWorkload:
     """The sizes of the micro-batches and of the stage.
 
     tokens: tokens per micro-batch. seq: tokens per sequence. In decode, a micro-batch has one new token for each of
-    `tokens` sequences, and each sequence has `seq` cached tokens. layers: number of MoE layers of `model` in the stage.
+    `tokens` sequences, and each sequence has `seq` cached tokens. cp: ranks that share each sequence. layers: number of MoE layers of `model` in the stage.
     num_sms: as in `StageOptions`; `from_preset` sets what training uses.
     """
 
@@ -45,12 +46,13 @@ class PairWorkload:
     dtype: torch.dtype
     fp8: Fp8 = "off"
     num_sms: int | None = None
+    cp: int = 1
 
     @classmethod
     def from_preset(
         cls, mode: Mode, name: str, layers: int = 4, seq: int | None = None, tokens: int | None = None,
         routing: Routing = "balanced", device: torch.device = CPU,
-        fp8: Fp8 = "off",
+        fp8: Fp8 = "off", cp: int = 1,
     ) -> "PairWorkload":  # fmt: skip
         """A workload on the preset `name`. A size that is None gets the default of `profile run`.
 
@@ -65,10 +67,13 @@ class PairWorkload:
             tokens = 128 if mode == "decode" else 4096 if 4096 % seq == 0 else seq
         if mode != "decode" and tokens % seq:
             raise ValueError(f"--tokens {tokens} must be a multiple of --seq-len {seq}: use {-(-tokens // seq) * seq}")
+        if cp > 1 and (mode == "decode" or device.type != "cpu"):
+            raise ValueError(f"--cp {cp} needs --mode train or prefill on a CPU; on GPUs, use train.py --cp --profile")
+        check_context(cp, seq)
         if fp8 != "off" and (fault := Fp8Recipe().kernels_fault(device)):
             raise ValueError(f"--fp8 {fp8} {fault.partition(':')[0]}: use --fp8 off")
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        return cls(mode, name, model, layers, seq, tokens, routing, device, dtype, fp8, product_sms(device))
+        return cls(mode, name, model, layers, seq, tokens, routing, device, dtype, fp8, product_sms(device), cp)
 
     @property
     def num_sequences(self) -> int:
@@ -78,6 +83,7 @@ class PairWorkload:
     def description(self) -> str:
         tokens = f"with {self.seq:,} cached tokens each" if self.mode == "decode" else f"in sequences of {self.seq:,}"
         dtype, layers = str(self.dtype).removeprefix("torch."), plural(self.layers, "layer")
+        tokens += f" over {self.cp} context ranks" if self.cp > 1 else ""
         fp8 = f", {self.fp8.replace('+', ' and ')} in FP8" if self.fp8 != "off" else ""
         return (
             f"{self.mode} on {self.device} in {dtype}: {layers} of {self.preset}, {self.tokens:,} tokens {tokens}, "
@@ -86,19 +92,24 @@ class PairWorkload:
 
 
 class Pair:
-    """Two chunks over `expert_parallel`. Call `prepare` before each `sequential` or `overlapped`."""
+    """Two chunks over a modeled link. Call `prepare` before each `sequential` or `overlapped`."""
 
-    def __init__(self, workload: PairWorkload, expert_parallel: ExpertParallel, seed: int = 0):
-        self.workload = workload
+    def __init__(self, workload: PairWorkload, link: Loopback, seed: int = 0):
+        self.workload, expert_parallel = workload, link
         router = "balanced" if workload.routing == "balanced" else workload.model.router
         config = replace(workload.model, num_layers=workload.layers, num_dense_layers=0, dense_layers=(), router=router)
         spec = StageSpec(range(workload.layers), embedding=False, head=False, share=1.0)
         recipe = Fp8Recipe() if workload.fp8 != "off" else None
         if recipe and workload.fp8 == "experts+dispatch":
             expert_parallel = Fp8Dispatch(expert_parallel, recipe)
-        options = StageOptions(seed, fp8=recipe, num_sms=workload.num_sms)
+        context = LoopbackContext(workload.cp, link) if workload.cp > 1 else None
+        options = StageOptions(seed, fp8=recipe, num_sms=workload.num_sms, context=context)
         self.stage = TransformerStage(config, spec, expert_parallel, options).to(workload.device, workload.dtype)
-        shape = workload.num_sequences, 1 if workload.mode == "decode" else workload.seq, config.hidden_size
+        shape = (
+            workload.num_sequences,
+            1 if workload.mode == "decode" else workload.seq // workload.cp,
+            config.hidden_size,
+        )
         random = torch.Generator().manual_seed(seed)
         self.x, self.y, self.dx = (
             torch.randn(shape, generator=random).to(workload.device, workload.dtype) for _ in range(3)
