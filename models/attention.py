@@ -54,8 +54,8 @@ class Attention(AttentionLayer):
         y_BHSC = self.sdpa(q_BHSC, k_BGLC, v_BGLC, mask, is_causal=not past and mask is None, enable_gqa=True)
         return self.out(rearrange(y_BHSC, "b h s c -> b s (h c)"))
 
-    def project(self, x_BSD: Tensor, past: int | None = None) -> tuple[Tensor, ...]:
-        """Queries [B, H, S, C], keys and values [B, G, S, C] of the positions from `past`, or else of the context."""
+    def project(self, x_BSD: Tensor, past: int = 0) -> tuple[Tensor, ...]:
+        """Queries [B, H, S, C], keys and values [B, G, S, C] of the positions from `past`, or of the context."""
         angles = self.rotary.table(at_least_fp32(x_BSD.new_empty(x_BSD.shape[1])), past, self.context)
         split = fuse(split_heads, self.compiled)
         numbers = self.num_heads, self.num_kv_heads, self.head_dim

@@ -102,7 +102,7 @@ class Block(BlockLayer):
         sources = [custom_source(layer) for layer in (self.attention, getattr(self.mlp, "router", None))]
         source = sources[0] or sources[1] if None in sources else None  # if both are the user's, either may have failed
         finish = partial(self.route, rows_B=rows_B) if isinstance(self.mlp, MoE) else add_up
-        if self.context is None or cache is not None:
+        if self.context is None:
             attend = partial(self.attend, finish, cache=cache, mask_B1SS=mask_B1SS)
         else:
             projected = yield Compute(

@@ -7,13 +7,14 @@ hides behind the other chunk like every other. In backward, each rank gets the s
 S positions of a sequence, s = S / cp positions of a rank, C width, N ranks, P numbers in a message.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_dualpipe.expert_parallel import Loopback, Pending
 from moe_dualpipe.expert_parallel.exchange import AsyncResult
@@ -91,6 +92,20 @@ class Context:
 
     def _all_to_all(self, received: Tensor, sent: Tensor) -> Any:
         return dist.all_to_all_single(_bytes(received), _bytes(sent), group=self.group, async_op=True)
+
+
+@contextmanager
+def without_context(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside this context, each rank computes whole sequences, as generation does."""
+    found = [each for module in modules for each in module.modules() if getattr(each, "context", None) is not None]
+    contexts = [module.context for module in found]
+    try:
+        for module in found:
+            module.context = None  # type: ignore[assignment]
+        yield
+    finally:
+        for module, context in zip(found, contexts, strict=True):
+            module.context = context
 
 
 class LoopbackContext(Context):

@@ -76,7 +76,7 @@ class LatentAttention(AttentionLayer):
             y_BHSV = self.sdpa(*qkv, mask_B1SS, is_causal=mask_B1SS is None, scale=self.scale)
         return self.out(rearrange(y_BHSV, "b h s v -> b s (h v)"))
 
-    def project(self, x_BSD: Tensor, past: int | None = None) -> tuple[Tensor, ...]:
+    def project(self, x_BSD: Tensor, past: int = 0) -> tuple[Tensor, ...]:
         """Queries [B, S, H (C + P)], latents [B, S, R] and rotated keys [B, S, P]. Argument: see `Attention`."""
         angles = self.angles(x_BSD.shape[1], past, like=x_BSD)
         widths = self.q_width, self.kv_rank, self.rope_dim
@@ -96,7 +96,7 @@ class LatentAttention(AttentionLayer):
         y_BHSV = attend_slices(self.sdpa, self.context, q, k, v, mask_B1SS, scale=self.scale)
         return self.out(rearrange(y_BHSV, "b h s v -> b s (h v)"))
 
-    def angles(self, length: int, past: int | None = None, *, like: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, length: int, past: int = 0, *, like: Tensor) -> tuple[Tensor, Tensor]:
         return self.rotary.table(at_least_fp32(like.new_empty(length)), past, self.context)
 
     def absorbed(self, q_BHSC: Tensor, q_BHSP: Tensor, cached_B1LM: Tensor) -> Tensor:

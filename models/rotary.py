@@ -36,16 +36,14 @@ class Rotary:
     width: int
     config: ModelConfig
 
-    def table(self, like_S: Tensor, start: int | None = 0, context: Context | None = None) -> tuple[Tensor, Tensor]:
+    def table(self, like_S: Tensor, start: int = 0, context: Context | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin of the angles of S positions from `start`, times the factor of YaRN, each [S, C].
 
-        Each of the C/2 angles of a position appears twice. `like_S` gives the length, device and dtype. start: None for
-        the S positions of this rank in `context`.
+        Each of the C/2 angles of a position appears twice. `like_S` gives the length, device and dtype. context: return
+        those of the S positions of this rank, from 0.
         """
         table = _table.__wrapped__ if is_traced(like_S) else _table  # a cache is for tensors with values
-        if start is not None:
-            context = None
-        return table(self, len(like_S), start or 0, like_S.dtype, like_S.device, context)
+        return table(self, len(like_S), start, like_S.dtype, like_S.device, context)
 
     def frequencies(self, channels: Tensor, length: int) -> Tensor:
         """The angles between two positions of a sequence of `length`, for even channels."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..models import KVCache
+from ..models.context_parallel import without_context
 from ..pipeline import Pipeline
 from ..runtime import Executor, TensorSpec
 from ..schedule import Forward, Placement, Schedule
@@ -84,6 +85,7 @@ def generate_through_pipeline(
     prompts = [prompt.to(executor.p2p.device) for prompt in prompts]
     steps = decoding(prompts, num_tokens, model.micro_batch[1], model.model.vocab_size)
     batch = Batch(range(len(prompts)), steps, generators(seed, len(prompts)))
-    with eval_mode(executor.modules.values()):
+    stages = executor.modules.values()
+    with eval_mode(stages), without_context(stages):
         run_batches([batch], 1, next_tokens, ALONE)
     return batch.result

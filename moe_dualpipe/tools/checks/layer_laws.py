@@ -23,6 +23,8 @@ from ...kernels.routing import ExpertOrder, expert_order
 from ...kernels.weight_grads import WeightGrads, bind
 from ...messages import plural
 from ...models.attention import document_mask
+from ...models.attention_layer import attend_gathered, project
+from ...models.context_parallel import Context
 from ...models.kv_cache import KVCache
 from ...models.moe import MoE
 from ...models.per_expert import PerExpert
@@ -383,6 +385,40 @@ def mask_is_respected(layer: Attention) -> str:
     return "two documents do not see each other"
 
 
+class _Place(Context):
+    """The place of a rank among `size` that are all in this process."""
+
+    def __init__(self, size: int, rank: int):
+        self.size, self.rank = size, rank
+
+
+def parts_of_sequences_equal_the_whole(layer: Attention) -> str:
+    """With `--cp 2`, the results of both ranks are those for the whole sequence."""
+    attention, case, places = layer.module.layer, layer.draw(1), [_Place(2, rank) for rank in range(2)]
+    if not (hasattr(attention, "project") and hasattr(attention, "attend")):
+        raise Unchecked("no methods project and attend: --cp is an error with this layer")
+    y, projected, results = layer.outputs(case, False)[0], [], []
+    with torch.no_grad():
+        for place in places:
+            attention.context = place
+            projected.append(project(attention, place.cut(case.x)))
+        keys = [_joined(tensors, -2) for tensors in zip(*(tensors for _, *tensors in projected), strict=True)]
+        for place, (queries, *_) in zip(places, projected, strict=True):
+            attention.context = place
+            results.append(attend_gathered(attention, place.cut(case.x), queries, *keys, mask_B1SS=None))
+    attention.context = None
+    hint = "context.cut selects the positions of a rank; attend gets the tensors of project for all positions, in order"
+    found: Results = {RESULT: _joined(results, 1)}
+    layer.compare(case, found, {RESULT: y}, "with --cp 2, from the result for the whole sequence", hint, 1e-7)
+    return "2 ranks"
+
+
+def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """The positions of all ranks in the order of the sequence."""
+    first, second = zip(*(tensor.chunk(2, dim) for tensor in tensors), strict=True)
+    return torch.cat([*first, *reversed(second)], dim)
+
+
 # ---- gradients ----
 
 
@@ -576,6 +612,7 @@ LAWS: tuple[tuple[Law, ...], ...] = (
         Law("any memory layout", any_memory_layout),
         Law("generation", cache_equals_all_at_once, ["attention", "block"]),
         Law("document mask", mask_is_respected, ["attention", "block"]),
+        Law("context parallelism", parts_of_sequences_equal_the_whole, ["attention"]),
         Law("precision", is_precise),
         Law("large values", large_values_stay_finite),
     ),

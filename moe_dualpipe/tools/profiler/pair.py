@@ -31,8 +31,8 @@ class PairWorkload:
     """The sizes of the micro-batches and of the stage.
 
     tokens: tokens per micro-batch. seq: tokens per sequence. In decode, a micro-batch has one new token for each of
-    `tokens` sequences, and each sequence has `seq` cached tokens. cp: ranks that share each sequence. layers: number of MoE layers of `model` in the stage.
-    num_sms: as in `StageOptions`; `from_preset` sets what training uses.
+    `tokens` sequences, and each sequence has `seq` cached tokens. layers: number of MoE layers of `model` in the stage.
+    num_sms: as in `StageOptions`; `from_preset` sets what training uses. cp: ranks that share each sequence.
     """
 
     mode: Mode

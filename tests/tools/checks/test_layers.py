@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.models.attention import Attention as BuiltIn
 from moe_dualpipe.tools import checks
 from moe_dualpipe.tools.checks import Report
 from moe_dualpipe.tools.checks.layers import SMALL
@@ -89,7 +90,7 @@ class Scaled(WithoutCache):
         return self.scale * super().forward(x_BSD)
 
 
-NO_CHOICES, NO_MASK = {"choices of a row"}, {"document mask"}
+NO_CHOICES, NO_MASK, NO_CONTEXT = {"choices of a row"}, {"document mask"}, {"context parallelism"}
 ONE_EXPERT, MANY_EXPERTS = {"num_experts": 1, "experts_per_token": 1}, {"num_experts": 20}
 GROUPS = {"expert_groups": 2, "top_groups": 1}
 CORRECT = [
@@ -98,8 +99,9 @@ CORRECT = [
     ("experts", special_experts.DropoutExperts, {}, set()), ("experts", special_experts.ScaledExperts, {}, NO_CHOICES),
     ("router", "topk", GROUPS, set()), ("router", "topk", ONE_EXPERT, set()),
     ("router", own_layers.PlainRouter, {}, set()), ("router", Skips, {}, set()), ("attention", "gqa", {}, set()),
-    ("attention", "mla", {}, set()), ("attention", Scaled, {}, NO_MASK), ("block", "prenorm", MANY_EXPERTS, set()),
-    ("block", "prenorm", ONE_EXPERT, set()), ("block", own_layers.PlainBlock, {}, NO_MASK),
+    ("attention", "mla", {}, set()), ("attention", Scaled, {}, NO_MASK | NO_CONTEXT),
+    ("block", "prenorm", MANY_EXPERTS, set()), ("block", "prenorm", ONE_EXPERT, set()),
+    ("block", own_layers.PlainBlock, {}, NO_MASK),
 ]  # fmt: skip
 
 
@@ -369,11 +371,13 @@ WRONG = {
     "masks both ways": (WithCache, "document mask", "with a mask of one document",
                         {"forward": lambda s, x, mask_B1SS=None, cache=None: s.inner(
                             x, cache, None if mask_B1SS is None else mask_B1SS | mask_B1SS.mT)}),
+    "gathers in another order": (BuiltIn, "context parallelism", "with --cp 2, from the result",
+                                 {"attend": lambda s, q, k, v: BuiltIn.attend(s, q, k.flip(2), v.flip(2))}),
     "drops a position": (WithoutCache, SHAPES, "got [3, 7, 16]", {"forward": lambda s, x: attended(s, x)[:, 1:]}),
     "keeps its attention": (ParallelBlock, FLIGHT, "overwrites them", {"route": routed_block, "add": added_to_kept}),
 }  # fmt: skip
 """A class, the law that its mistake breaks, words of the message, and other methods of the class."""
-KINDS = {"router": TopK, "attention": WithoutCache, "block": ParallelBlock}
+KINDS = {"router": TopK, "attention": (WithoutCache, BuiltIn), "block": ParallelBlock}
 SLOW = {
     "wrong at 129", "5% off", "row-major", "unused", "doubled", "input cut off", "the next expert", "bias on ranks",
     "ignores weights", "the length", "ignores the mask", "keeps its attention",
