@@ -1,4 +1,4 @@
-"""Draw docs/images/pairs/*.png: two layers of a pair of micro-batches in training, prefill and decoding.
+"""Draw docs/images/pairs/*.png: two layers of a pair of micro-batches in training, with keys, prefill and decoding.
 
     PYTHONPATH=. python docs/draw_pairs.py
 
@@ -31,10 +31,15 @@ TRAINING = {
 }  # fmt: skip
 """Milliseconds per layer in DeepSeek's training profile (github.com/deepseek-ai/profile-data)."""
 SCHEMATIC = {"attn(F)": 5.0, "mlp(F)": 4.0, "dispatch(F)": 3.5, "combine(F)": 4.5}
-PICTURES: dict[Mode, tuple[str, dict[str, float], str]] = {
-    "train": ("training", TRAINING, "all-to-all"), "prefill": ("prefill", SCHEMATIC, "all-to-all"),
-    "decode": ("decode", SCHEMATIC, "all-to-all,\nno SM"),
+KEYS = TRAINING | {
+    "qkv(F)": 3.5, "attn(F)": 7.5, "qkv(B)": 3.5, "attn(B)": 15.0, "qkv(W)": 3.5, "attn(W)": 3.5, "keys(F)": 5.0,
+    "keys(B)": 5.0, "combine(B)": 6.5,
 }  # fmt: skip
+"""Schematic, of longer sequences on several context-parallel ranks."""
+PICTURES: tuple[tuple[str, Mode, int, dict[str, float], str], ...] = (
+    ("training", "train", 1, TRAINING, "all-to-all"), ("keys", "train", 2, KEYS, "all-to-all\nand keys"),
+    ("prefill", "prefill", 1, SCHEMATIC, "all-to-all"), ("decode", "decode", 1, SCHEMATIC, "all-to-all,\nno SM"),
+)  # fmt: skip
 
 
 class Box(NamedTuple):
@@ -46,9 +51,9 @@ class Box(NamedTuple):
     end: float
 
 
-def order(mode: Mode) -> list[tuple[str, int]]:
+def order(mode: Mode, cp: int) -> list[tuple[str, int]]:
     """The labels that the engine queues for two layers, each with its micro-batch."""
-    workload = PairWorkload.from_preset(mode, "tiny", 2, 16, 16)
+    workload = PairWorkload.from_preset(mode, "tiny", 2, 16, 16, cp=cp)
     workload = replace(workload, model=replace(workload.model, num_shared_experts=0))
     pair, log = Pair(workload, Loopback(8, 8)), list[str]()
     pair.prepare()
@@ -69,7 +74,7 @@ def boxes(queued: list[tuple[str, int]], lengths: dict[str, float]) -> Iterator[
     for label, micro_batch in queued:
         if label not in lengths:  # the sum at the end of a stage, which takes no time
             continue
-        on_link = is_exchange(label)
+        on_link = is_transfer(label)
         weights = letter_of(label) == "W"
         start = max(free[on_link], 0.0 if weights else reached[micro_batch])
         free[on_link] = end = start + lengths[label]
@@ -78,14 +83,18 @@ def boxes(queued: list[tuple[str, int]], lengths: dict[str, float]) -> Iterator[
         yield Box(label, micro_batch, start, end)
 
 
+def is_transfer(label: str) -> bool:
+    return is_exchange(label) or label.startswith("keys(")
+
+
 def main() -> None:
     OUT.mkdir(exist_ok=True)
     colors = {"F": FORWARD, "B": BACKWARD, "W": WEIGHT}
-    for mode, (name, lengths, link) in PICTURES.items():
+    for name, mode, cp, lengths, link in PICTURES:
         figure = new_figure(8, 1.25)
         axes = figure.add_subplot()
-        for box in boxes(order(mode), lengths):
-            on_link, letter = is_exchange(box.label), letter_of(box.label) or ""
+        for box in boxes(order(mode, cp), lengths):
+            on_link, letter = is_transfer(box.label), letter_of(box.label) or ""
             color = COMMUNICATION if on_link else colors[letter]
             if mode != "train":
                 letter, color = str(box.micro_batch), paler(color, 0.5) if box.micro_batch else color

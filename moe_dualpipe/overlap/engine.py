@@ -14,8 +14,8 @@ order, and transfers in the same order.
 
 A transfer of keys before attention (models/context_parallel.py) makes three transfers of a layer. By the same rule,
 
-    combine(B), mlp(B), dispatch(B) | mlp(W), qkv(F), attn(B), keys(F), keys(B), attn(W), attn(F), qkv(B), dispatch(F),
-    next layer: combine(B), qkv(W), mlp(F), mlp(B), combine(F), dispatch(B) |
+    dispatch(B) | mlp(W), qkv(F), attn(B), keys(F), keys(B), attn(W), attn(F), qkv(B), dispatch(F), combine(B), qkv(W),
+    mlp(F), mlp(B), combine(F), dispatch(B) |
 
 The forward begins one transfer later (`Comm.opens`). So keys, the longest transfer, run behind the attention of the
 other chunk. Otherwise they would run behind mlp, and combine behind qkv, which are short.

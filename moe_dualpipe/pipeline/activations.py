@@ -27,9 +27,8 @@ class MicroBatch:
 
     sequences, seq_len: its size. element: bytes of one number of an activation. ep: ranks that share the experts.
 
-    tp, cp: this project runs neither tensor nor context parallelism, but plans may have them. tp ranks share each
-    matrix and, between products, the tokens (sequence parallelism). cp ranks share each sequence. Both divide every
-    activation.
+    tp: this project runs no tensor parallelism, but plans may have it: tp ranks share each matrix and, between
+    products, the tokens (sequence parallelism). cp ranks share each sequence. Both divide every activation.
 
     flash: attention in one kernel, which does not save its scores. fp8: inputs and output gradients of matrix products
     are saved in 8 bits. fp8_block: numbers of a row with one scale, if only the experts compute in 8 bits; 0: they do

@@ -194,7 +194,7 @@ def train_command(load: Workload) -> str:
 def missing(load: Workload) -> list[str]:
     """What train.py lacks for this run. Empty if it can run it."""
     one = load.layout
-    found = [f"{name} {number}" for name, number in (("tp", one.tp), ("cp", one.cp)) if number > 1]
+    found = [f"tp {one.tp}"] if one.tp > 1 else []
     found += [load.precision] if load.precision in ("fp8", "mxfp8") else []
     found += [f"overlap in {load.schedule}"] if load.overlap and one.ep > 1 and load.schedule not in PAIRED else []
     found += [] if load.shape.name in PRESETS else [f"{load.shape.name} is not a preset"]

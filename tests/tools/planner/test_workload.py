@@ -96,7 +96,7 @@ def test_train_accepts_the_command_of_the_same_run(load):
     (changed(RUN, overlap=True), "overlap in 1f1b"), (changed(RUN, {"tp": 2}), "tp 2"),
     (changed(RUN, precision="fp8"), "fp8"),
     (changed(RUN, {"vpp": 2}, schedule="interleaved_1f1b", global_batch=24), "use 8"),
-    (changed(RUN, {"cp": 2}), "cp 2"), (changed(RUN, shape=read_shape("llama3-8b")), "llama3-8b is not a preset"),
+    (changed(RUN, shape=read_shape("llama3-8b")), "llama3-8b is not a preset"),
 ])  # fmt: skip
 def test_what_train_cannot_run_has_a_reason(load, said):
     assert len(missing(load)) == 1 and not missing(RUN)
