@@ -51,6 +51,8 @@ class Slot:
 class _Detach(torch.autograd.Function):
     """Returns `data`, detached; backward adds the gradient to a slot."""
 
+    apply = torch._C._FunctionBase.__dict__["apply"]  # Function.apply prepares for torch.func: 4 us for each segment
+
     @staticmethod
     def forward(ctx: Any, data: Tensor, slot: Slot, _anchor: Tensor) -> Tensor:
         ctx.slot = slot
@@ -176,7 +178,7 @@ class Tape:
     def _detach(self, index: int, output: Tensor) -> Tensor:
         slot = Slot(index, output)
         self.entries[index].slots.append(slot)
-        return _Detach.apply(output.detach(), slot, self.anchor)  # type: ignore[return-value]
+        return _Detach.apply(output.detach(), slot, self.anchor)
 
     # ---- Backward ----
 
