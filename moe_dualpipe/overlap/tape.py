@@ -241,9 +241,9 @@ def _is_leaf(value: Any) -> bool:
 
 def _slot_of(value: Any) -> Slot | None:
     """The slot of a segment's input; None if it needs no gradient, or is a leaf, to which autograd adds it."""
-    if not needs_grad(value) or _is_leaf(value):
+    if (node := getattr(value, "grad_fn", None)) is None:
         return None
-    if not isinstance(slot := getattr(value.grad_fn, "slot", None), Slot):
+    if not isinstance(slot := getattr(node, "slot", None), Slot):
         raise TypeError(
             "an input of a segment needs a gradient but is not the output of a segment: between two yields, pass "
             "tensors on, but do not compute with them"
