@@ -4,6 +4,7 @@
 # make soak    run the long tests, and attack runs and files at random
 # make mutants   plant bugs one at a time, and print those that no test of their room notices; about 2 hours
 # make play    docs/play.html as a folder that opens without a server or a network, in build/play (needs npm)
+# make versions   run the tests with the oldest and the newest supported versions; hours, and 15 GB of wheels
 # make codegen   compile the kernels for GPUs, without one, with both versions of Triton
 
 SHELL := /bin/bash
@@ -16,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: venv dev train test pytest soak mutants lint bench codegen docs play clean
+.PHONY: venv dev train test pytest soak mutants versions version lint bench codegen docs play clean
 
 venv: $(INSTALLED)  # what training needs
 
@@ -46,6 +47,20 @@ soak: dev
 
 mutants: dev
 	$(BIN)/python -m tests.mutants
+
+versions:
+	$(MAKE) version PYTHON=python3.12 PINS='torch==2.11.0 triton==3.6.0 numpy==2.3.5'
+	$(MAKE) test
+	$(MAKE) version PYTHON=python3.13 PINS='torch==2.15.0 triton==3.9.0 numpy==2.5.5'
+
+AT = build/versions/$(PYTHON)
+
+version:  # the tests with PYTHON, PINS, and otherwise the versions of CI
+	test -d $(AT) || $(PYTHON) -m venv $(AT)
+	{ grep -vE '^(torch|triton|numpy)==' constraints.txt; printf '%s\n' $(PINS); } > $(AT)/constraints.txt
+	$(AT)/bin/python -m pip install --quiet --constraint $(AT)/constraints.txt setuptools wheel
+	$(AT)/bin/python -m pip install --quiet --constraint $(AT)/constraints.txt --no-build-isolation --editable '.[dev,viz]'
+	$(AT)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -r s
 
 lint: dev
 	$(BIN)/ruff check .

@@ -86,9 +86,9 @@ class WeightGrads:
         if key in self._already_run:
             self._already_run.remove(key)
             return
-        with torch.no_grad():
-            for parameter, compute, add_to in self._deferred.pop(key):
-                accumulate(parameter, compute, add_to)
+        for deferred in self._deferred.pop(key):
+            with torch.no_grad():
+                accumulate(*deferred)
 
     def has_deferred(self, key: Hashable) -> bool:
         """Whether `key` has deferred weight gradients."""

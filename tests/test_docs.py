@@ -197,6 +197,16 @@ def test_the_reference_is_what_the_code_generates():
     assert (ROOT / "docs" / "reference.md").read_text() == written, "run PYTHONPATH=. python docs/write_reference.py"
 
 
+def test_the_versions_of_the_front_page_and_the_lower_bounds_are_those_that_make_versions_tests():
+    pins = r"^\t\$\(MAKE\) version PYTHON=python(\S+) PINS='torch==(\d+\.\d+)\S* triton==(\d+\.\d+)"
+    (_, torch, triton), (python, *newest) = re.findall(pins, (ROOT / "Makefile").read_text(), re.MULTILINE)
+    bounds = (ROOT / "pyproject.toml").read_text()
+    lowest = re.search(r'requires-python = ">=(.+)"', bounds)[1]
+    assert f'"torch>={torch}"' in bounds and f'"triton>={triton};' in bounds
+    tested = f"torch {torch} to {newest[0]}, Triton {triton} to {newest[1]} and Python {lowest} to {python}."
+    assert f"Tested with {tested}\n" in (ROOT / "README.md").read_text()
+
+
 def test_the_table_of_published_models_has_every_architecture():
     page = (ROOT / "docs" / "checkpoints.md").read_text()
     assert re.findall(r"^\| `(\w+)` \| \w", page, re.MULTILINE)[1:] == [*ARCHITECTURES, *ALIASES]

@@ -24,8 +24,7 @@ With `WeightGrads.late`, mlp(W) runs after mlp(F), so that combine(F) starts ear
 short, or combine is long.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -161,8 +160,8 @@ class Lane:
             match segment:
                 case Compute():
                     text, layer, source = label(segment.name, self.kind), segment.layer, segment.source
-                    with self._deferring(segment), self.engine.annotate(text, layer, source=source):
-                        self._reply = segment.fn()
+                    with self.engine.annotate(text, layer, source=source):
+                        self._reply = segment.fn() if self.weight_grads is None else self._defer(segment)
                 case PrepareComm():
                     run = partial(segment.fn, *segment.inputs)
                     with self.engine.annotate(PREPARE + label(segment.name, self.kind), segment.layer, log=False):
@@ -196,19 +195,17 @@ class Lane:
         for segment in self._deferred:
             segment.drop()
 
-    @contextmanager
-    def _deferring(self, segment: Compute) -> Iterator[None]:
-        """In this context, the weight gradients of `segment` are deferred, if this lane defers any."""
-        if self.weight_grads is None:
-            yield
-            return
-        key = object()
-        with self.weight_grads.defer_to(key):
-            yield
-        if self.weight_grads.has_deferred(key):
-            self._deferred.append(Weights(segment, self.weight_grads, key))
+    def _defer(self, segment: Compute) -> Any:
+        """Run `segment`, and defer its weight gradients."""
+        weight_grads, key = self.weight_grads, object()
+        assert weight_grads is not None
+        with weight_grads.defer_to(key):
+            reply = segment.fn()
+        if weight_grads.has_deferred(key):
+            self._deferred.append(Weights(segment, weight_grads, key))
         else:
-            self.weight_grads.run_deferred(key)
+            weight_grads.run_deferred(key)
+        return reply
 
     @waits_for_ranks  # also for the transfers of custom backends
     def _wait(self, transfer: Any, text: str, layer: int | None) -> Tensors:

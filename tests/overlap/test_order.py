@@ -8,9 +8,11 @@ import torch
 
 from moe_dualpipe.expert_parallel import Local, Loopback
 from moe_dualpipe.models.context_parallel import LoopbackContext
-from moe_dualpipe.overlap import WeightGrads, bind
+from moe_dualpipe.overlap import Compute, Engine, WeightGrads, bind
 from moe_dualpipe.overlap.pair_time import LayerSeconds, pair_seconds
+from tests.support.engines import run_on
 from tests.support.pairs import assert_same, run_pair, stage, tokens
+from tests.support.segments import module_of
 
 LAYER = "attn(F) mlp(B) dispatch(F) dispatch(B) mlp(W) mlp(F) attn(B) attn(W) combine(F)"
 
@@ -110,6 +112,18 @@ def test_weight_gradients_of_the_head_run_during_the_first_transfer_and_shared_e
         "loss(B) head(B) combine(B) head(W) attn(F) mlp(B) mlp(B) dispatch(F) dispatch(B) mlp(W) mlp(W) mlp(F) mlp(F) "
         "attn(B) attn(W) combine(F) head(F) loss(F)"
     )
+
+
+def test_the_backward_runs_segments_in_the_reverse_order_of_the_forward():
+    def segments(_self, x):
+        a = yield Compute("a", torch.sin, x)
+        b = yield Compute("b", torch.sin, x)
+        return b, (yield Compute("c", torch.sin, a))
+
+    engine = Engine(torch.device("cpu"), log=[])
+    with run_on(engine):
+        torch.cat(module_of(segments)(torch.ones(1, requires_grad=True))).sum().backward()
+    assert engine.log == ["a(F)", "b(F)", "c(F)", "c(B)", "b(B)", "a(B)"]
 
 
 # ---- Time ----
