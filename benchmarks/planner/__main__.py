@@ -19,6 +19,7 @@ from .ratios import ratio_errors
 from .rows import read_rows
 
 OWN = Path(__file__).parents[1] / "published_runs"
+CONTEXT = "cp > 1"
 TITLES = {
     "new family": "Families of models left out, one after the other",
     "known family": "Only the runs of a family on one GPU left out, one GPU after the other",
@@ -45,11 +46,16 @@ def main() -> None:
     print(ratio_errors(points))
 
 
+def _groups(one: Score) -> tuple[str, ...]:
+    context = (CONTEXT,) if one.point.row.load.layout.cp > 1 else ()
+    return one.point.row.family, "all", *context
+
+
 def report(scores: Sequence[Score]) -> str:
-    """A table by family, and all of them."""
+    """A table by family, of the runs with context parallelism, and of all."""
     lines = []
-    for family in (*sorted({one.point.row.family for one in scores}), "all"):
-        own = [one for one in scores if family in (one.point.row.family, "all")]
+    for family in (*sorted({one.point.row.family for one in scores}), CONTEXT, "all"):
+        own = [one for one in scores if family in _groups(one)]
         votes, mean, median, inside, slow = summary(own)
         errors = [one.error for one in own]
         lines.append((
