@@ -46,16 +46,14 @@ def main() -> None:
     print(ratio_errors(points))
 
 
-def _groups(one: Score) -> tuple[str, ...]:
-    context = (CONTEXT,) if one.point.row.load.layout.cp > 1 else ()
-    return one.point.row.family, "all", *context
-
-
 def report(scores: Sequence[Score]) -> str:
     """A table by family, of the runs with context parallelism, and of all."""
     lines = []
     for family in (*sorted({one.point.row.family for one in scores}), CONTEXT, "all"):
-        own = [one for one in scores if family in _groups(one)]
+        own = [
+            one for one in scores
+            if family in (one.point.row.family, "all") or (family == CONTEXT and one.point.row.load.layout.cp > 1)
+        ]  # fmt: skip
         votes, mean, median, inside, slow = summary(own)
         errors = [one.error for one in own]
         lines.append((
