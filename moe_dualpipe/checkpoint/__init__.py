@@ -14,6 +14,7 @@ from .load import (
     load_tensors,
     load_weights,
     open_weights,
+    start_companions,
     start_model,
 )
 from .manifest import RUN_FILE, Manifest, read_manifest, verify_checkpoint
@@ -26,6 +27,6 @@ __all__ = [
     "RUN_FILE", "Manifest", "PartialLoad", "SaveError", "SaveResult", "Saver", "TensorFolder", "check_model",
     "check_weights", "find_checkpoint", "find_model", "find_weights", "global_weights", "is_published",
     "list_checkpoints", "load_checkpoint", "load_model", "load_spread_model", "load_tensors", "load_weights",
-    "open_model", "open_weights", "read_manifest", "save_checkpoint", "start_model", "start_tokenizer",
-    "verify_checkpoint",
+    "open_model", "open_weights", "read_manifest", "save_checkpoint", "start_companions", "start_model",
+    "start_tokenizer", "verify_checkpoint",
 ]  # fmt: skip

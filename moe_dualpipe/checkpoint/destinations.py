@@ -34,12 +34,13 @@ def run_of(checkpoint: str) -> str:
     return "/".join(parts) or "."
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path, patience: stores.Patience = stores.QUICK) -> list[Path]:
     """The checkpoints in a folder, newest first, including broken ones; on a store, only complete ones."""
     url = stores.url_of(folder)
-    names = [path.name for path in folder.glob("step-*")] if url is None else _step_folders(url)
+    names = [path.name for path in folder.glob("step-*")] if url is None else _step_folders(url, patience)
     found = [(int(match[1]), folder / name) for name in names if (match := STEP_FOLDER.fullmatch(name))]
-    return [path for _, path in sorted(found, reverse=True) if url is None or stores.info(url / path.name / RUN_FILE)]
+    newest_first = [path for _, path in sorted(found, reverse=True)]
+    return [path for path in newest_first if url is None or stores.info(url / path.name / RUN_FILE, patience)]
 
 
 _held: list[int] = []
@@ -101,19 +102,21 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def _step_folders(url: stores.Url) -> list[str]:
-    entries = stores.list_folder(url).values()
+def _step_folders(url: stores.Url, patience: stores.Patience) -> list[str]:
+    entries = stores.list_folder(url, patience).values()
     return [entry.name for entry in entries if entry.is_folder and STEP_FOLDER.fullmatch(entry.name)]
 
 
-def remove_old(newest: Path, keep: int, announce: Announce = announce_nothing) -> None:
+def remove_old(
+    newest: Path, keep: int, announce: Announce = announce_nothing, patience: stores.Patience = stores.QUICK
+) -> None:
     """Remove the checkpoints before `newest`, except the last `keep - 1`, as far as possible; 0 keeps all.
 
     Later ones belong to another run. On a store, also removes the files of checkpoints that were never completed.
     """
     announce("removing old checkpoints")
     with suppress(OSError):
-        complete, url = list_checkpoints(newest.parent), stores.url_of(newest.parent)
+        complete, url = list_checkpoints(newest.parent, patience), stores.url_of(newest.parent)
         first = complete.index(newest) if newest in complete else len(complete)  # the folder may be removed
         old = complete[first + keep :] if keep else []
         if url is None:
@@ -125,9 +128,9 @@ def remove_old(newest: Path, keep: int, announce: Announce = announce_nothing) -
                             path.rename(removed)
                         remove(removed, announce)
             return
-        for name in {*_step_folders(url)} - {path.name for path in complete if path not in old}:
+        for name in {*_step_folders(url, patience)} - {path.name for path in complete if path not in old}:
             announce(f"removing {name}")
-            stores.delete_folder(url / name, first=RUN_FILE)
+            stores.delete_folder(url / name, first=RUN_FILE, patience=patience)
 
 
 class RunUploads:

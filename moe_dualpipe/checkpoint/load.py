@@ -24,6 +24,7 @@ from ..models.config import BUILT_IN, options_field
 from ..runtime.launch import Launch
 from ..runtime.shared_errors import errors_on_all_ranks
 from .destinations import STEP_FOLDER, hold, hold_each, release, step_of
+from .huggingface.companions import companions_of, read_companions
 from .huggingface.config import different_options
 from .huggingface.published import CONFIG_FILE, PublishedModel
 from .manifest import RUN_FILE, verify_checkpoint
@@ -100,6 +101,11 @@ def is_published(folder: Path) -> bool:
     path = folder / CONFIG_FILE
     config = read_named(path) if path.is_file() else None
     return isinstance(config, dict) and config.get("model_type") not in (None, "moe-dualpipe")
+
+
+def start_companions(folder: Path) -> dict[str, str]:
+    """The texts of the small files of the published model in `folder`, or from which its checkpoint comes."""
+    return read_companions(folder) if is_published(folder) else companions_of(folder)
 
 
 def open_weights(folder: Path) -> SavedWeights:

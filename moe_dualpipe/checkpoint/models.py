@@ -6,14 +6,15 @@ from typing import Literal
 
 import torch
 
-from ..data import TOKENIZER_FILE, Tokenizer, UnknownTokenizer, find_tokenizer
+from ..data import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, find_tokenizer
 from ..expert_parallel import ExpertParallel
 from ..messages import printable
 from ..models import ModelConfig, MoE, TransformerStage, build_model
 from ..models.expert_slots import names_by_expert
 from ..runtime.launch import choose_device, count_gpus
+from .huggingface.companions import stop_ids
 from .huggingface.published import from_pretrained
-from .load import find_weights, is_published, load_state, load_weights, open_weights
+from .load import find_weights, is_published, load_state, load_weights, open_weights, start_companions
 from .weights import PREFIX, OwnLayer, SavedModel, global_weights
 
 
@@ -95,6 +96,9 @@ def load_spread_model(
 
 def start_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer of the model in a folder or checkpoint. Unknown for a published model without tokenizer.json."""
-    if is_published(folder) and not (folder / TOKENIZER_FILE).is_file():
-        return UnknownTokenizer(vocab_size, printable(folder / TOKENIZER_FILE))
-    return find_tokenizer(folder)
+    tokenizer = find_tokenizer(folder)
+    if is_published(folder) and tokenizer is BYTES:
+        tokenizer = UnknownTokenizer(vocab_size, printable(folder / TOKENIZER_FILE))
+    if tokenizer is not BYTES:
+        tokenizer.stop_ids = stop_ids(start_companions(folder))
+    return tokenizer

@@ -186,7 +186,7 @@ def save_checkpoint(
         announce("")
         dist.barrier(group)
     if rank == 0:
-        remove_old(final, keep, announce)
+        remove_old(final, keep, announce, patience)
     announce("")
     dist.barrier(group)
     return final

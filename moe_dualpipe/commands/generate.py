@@ -6,6 +6,7 @@ Under torchrun, the experts are spread over the processes, and each process gene
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +42,8 @@ class Generate(SpreadOptions):
     prompts: Path | None = None
     """File with a prompt in each line, instead of --prompt."""
     sample_tokens: int = 200
-    """Maximum number of new tokens. A text ends earlier if the model ends the document."""
+    """Maximum number of new tokens. A text ends earlier at the end of a document, and at each `eos_token_id` of a
+    published model."""
     num: int = 1
     """Number of texts for each prompt."""
     batch_size: int | None = None
@@ -104,7 +106,7 @@ class Generate(SpreadOptions):
         ranks: ExpertRanks,
     ) -> list[str]:  # fmt: skip
         """All texts. Each rank generates a part of them."""
-        end, device = tokenizer.end_id, next(model.parameters()).device
+        stops, device = (tokenizer.end_id, *tokenizer.stop_ids), next(model.parameters()).device
         prompts = [tokenizer.encode(start) for start in starts]
         least = max(map(len, prompts)) + self.sample_tokens
         if self.record_routes and least > self.seq_len:
@@ -115,14 +117,14 @@ class Generate(SpreadOptions):
         with recorded_routes(model, number) if self.record_routes else nullcontext({}) as routes:
             mine = generate(
                 model, own, self.sample_tokens, self.seq_len, sampling.temperature, sampling.top_k, sampling.top_p,
-                self.seed, end, first, self.batch_size, ranks,
+                self.seed, stops, first, self.batch_size, ranks,
             ).tolist()  # fmt: skip
         if self.record_routes:
             found = {layer: (torch.arange(number), experts_NSK) for layer, experts_NSK in routes.items()}
             write_routes(self.record_routes, found, {"layers": sorted(routes)})
         texts = [tokens for of_rank in ranks.gather(mine) for tokens in of_rank]
         return [
-            tokenizer.decode(prompt + text[: text.index(end) if end in text else None])
+            tokenizer.decode([*prompt, *takewhile(lambda token: token not in stops, text)])
             for prompt, text in zip(prompts, texts, strict=True)
         ]
 

@@ -16,6 +16,7 @@ import stat
 import sysconfig
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -94,6 +95,13 @@ def read_document(path: Path, status: FileStatus, field: str) -> Iterator[str]:
 
 
 # ---- Files ----
+
+
+def list_files(source: str) -> dict[Path, FileStatus]:
+    """The regular files of a source; none if it cannot be read."""
+    with suppress(ValueError):
+        return _find_files(source, "")[0]
+    return {}
 
 
 def _find_files(source: str, name: str) -> tuple[dict[Path, FileStatus], dict[Path, str]]:

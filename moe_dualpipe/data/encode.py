@@ -40,11 +40,14 @@ def encode_documents(
         for (text, _, is_last), tokens_N in zip(batch, encoded, strict=True):
             parts.append(tokens_N)
             if is_last:
-                content = text.encode()
                 start, end = (np.array(ids, tokens_N.dtype) for ids in (tokenizer.start_ids, [tokenizer.end_id]))
-                content_hash = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
-                yield EncodedDocument(content_hash, np.concatenate([start, *parts, end]), len(content) + 1)
+                yield EncodedDocument(hash_text(text), np.concatenate([start, *parts, end]), len(text.encode()) + 1)
                 parts.clear()
+
+
+def hash_text(text: str) -> int:
+    """The `hash` of an `EncodedDocument`."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
 def split_lines(text: str) -> Iterator[tuple[str, bool]]:

@@ -4,11 +4,11 @@ A pool of processes writes shards into a folder beside the result, and this proc
 does not depend on the number of processes, and after a kill or an error the same call finds the shards that are
 finished. It needs twice the disk space of the result for a while; in return, training reads two plain files.
 
-A shard is a ZIP file, which has checksums, with token ids and a table of documents. Each file of rows becomes one;
-small text files share one. Its name is a hash of everything that it depends on: its files, their sizes and times, the
-tokenizer and the field. It is written under another name and renamed when it is complete, so a shard that exists is
-finished and up to date. Any number of processes on any machines may write shards into the same folder: each skips
-those that exist.
+A shard is a ZIP file: token ids and a table of documents. Each file of rows becomes one; small text files share one.
+Its name is a hash of everything that it depends on: its files, their sizes and times, the tokenizer and the field. Its
+seal is a checksum of its name and its contents. It is written under another name and renamed when it is complete. So a
+shard is finished if its seal fits, and if the files still have the documents of its table. Any number of processes on
+any machines may write shards into the same folder: each skips those that are finished.
 
 A table has a row for each document: its hash, tokens and bytes. So which documents are held out is decided when shards
 are joined.
@@ -24,6 +24,7 @@ import uuid
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from tqdm import tqdm
 
 from ..messages import check_range, printable
 from .documents import Documents, read_document
-from .encode import EncodedDocument, encode_documents, split_lines
+from .encode import EncodedDocument, encode_documents, hash_text, split_lines
 from .files import FileStatus, divide
 from .held_out import Split
 from .one_writer import LOCK_FILE, only_writer
@@ -101,14 +102,22 @@ class ShardWriter:
     special_tokens: bool = False
 
     def path(self, shard: Shard) -> Path:
-        """The file of a shard. It exists if the shard is finished."""
+        """The file of a shard."""
         return self.folder / f"{shard.key(digest(self.tokenizer), self.field, str(self.special_tokens))}.zip"
+
+    def is_finished(self, shard: Shard) -> bool:
+        """Whether the file of a shard is whole, and has the documents that its files have now, which are read."""
+        with suppress(ValueError):  # missing or damaged
+            hashes = [content_hash for content_hash, *_ in _read_table(self.path(shard))]
+            return hashes == [hash_text(text) for text in shard.documents(self.field)]
+        return False
 
     def write(self, shard: Shard) -> None:
         """Encode a shard, unless it is finished. Raises ValueError if its files are not text or have changed."""
-        if (path := self.path(shard)).exists():
+        if self.is_finished(shard):
             return
-        unfinished, table = self.folder / f"unfinished-{uuid.uuid4().hex}", list[tuple[int, int, int]]()
+        path, unfinished = self.path(shard), self.folder / f"unfinished-{uuid.uuid4().hex}"
+        table = list[tuple[int, int, int]]()
         try:
             with zipfile.ZipFile(unfinished, "w") as file:
                 with file.open(_TOKENS, "w", force_zip64=True) as tokens:
@@ -117,6 +126,7 @@ class ShardWriter:
                         tokens.write(document.tokens_N.data)
                         table.append((document.hash, len(document.tokens_N), document.text_bytes))
                 file.writestr(_TABLE, np.array(table, np.uint64).tobytes())
+                file.comment = _seal(path, file)
             sync(unfinished)
             unfinished.replace(path)  # another process may have written the same
         finally:
@@ -166,9 +176,17 @@ def _read(path: Path, name: str, sizes: Iterable[int]) -> Iterator[bytes]:
     """The parts of a file in a shard; -1 is all. At its end, its checksum is compared. Raises ValueError."""
     try:
         with zipfile.ZipFile(path) as shard, shard.open(name) as file:
+            if shard.comment != _seal(path, shard):
+                raise ValueError
             yield from map(file.read, sizes)
     except Exception:  # zipfile raises many types
         raise ValueError(f"{printable(path)} is damaged: remove it, and repeat the command") from None
+
+
+def _seal(path: Path, shard: zipfile.ZipFile) -> bytes:
+    """A checksum of the name of a shard and of the checksums of its contents."""
+    contents = [(entry.filename, entry.file_size, entry.CRC) for entry in shard.infolist()]
+    return hashlib.blake2b(repr((path.name, contents)).encode(), digest_size=16).hexdigest().encode()
 
 
 def _describe(path: Path, documents: int, text_bytes: int, tokenizer: Tokenizer) -> Sidecar:
@@ -261,7 +279,9 @@ def _prepare(
     chosen = given or BPETokenizer.train(pieces, vocab_size)
     writer = ShardWriter(unfinished / SHARDS, chosen, field, special_tokens)
     paths = [writer.path(shard) for shard in shards]
-    left = [shard for shard, path in zip(shards, paths, strict=True) if not path.exists()]
+    found = [shard for shard, path in zip(shards, paths, strict=True) if path.exists()]
+    finished = dict(zip(found, run_in_processes(writer.is_finished, found, workers), strict=True))
+    left = [shard for shard in shards if not finished.get(shard)]
     size, hidden = sum(shard.size for shard in left), None if show else True
     with tqdm(desc="encoding", total=size, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
         for shard, _ in zip(left, run_in_processes(writer.write, left, workers), strict=True):

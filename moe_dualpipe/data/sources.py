@@ -6,15 +6,18 @@ Text is read into memory and encoded at the start. Token ids stay on disk, so th
 """
 
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
 from ..messages import check_range, plural, printable
 from . import stores
 from .batches import Source, TextData
-from .documents import Documents
+from .documents import Documents, list_files
 from .encode import EncodedDocument, encode_documents
 from .held_out import Split, held_out_size
 from .token_files import HELD_OUT_FILES, TRAIN_FILE, TokenFile, TokensOnDisk, TokenStream
@@ -22,6 +25,9 @@ from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, diges
 
 SAMPLE = 1 << 20
 """Tokens of held-out text that are decoded to find the bytes per token."""
+_TRIES, _PAUSE_S = 10, 0.05
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def load_data(
@@ -40,22 +46,22 @@ def load_data(
     """
     entries = [split_weight(entry) for entry in ([sources] if isinstance(sources, str) else sources or [""])]
     places = {name: _locate(name) for name, _ in entries}
-    opened = {name: list(_open_token_files(place, dtype)) for name, place in places.items()}
+    opened = {name: _open_token_files(place, dtype) for name, place in places.items()}
     tokenizer = _common_tokenizer(opened, vocab_size or np.iinfo(dtype).max + 1, tokenizer)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ValueError(f"--data ({tokenizer}) needs model.vocab_size {tokenizer.vocab_size}: got {vocab_size}")
-    texts = {name: Documents.find(places[name], field) for name, files in opened.items() if not files}
-    encoded = {name: _encode(documents, tokenizer, special_tokens) for name, documents in texts.items()}
-    split = Split.of((((d.hash, len(d.tokens_N)) for d in text) for text in encoded.values()), seq_len + 1)
+    options = field, tokenizer, special_tokens
+    texts = {name: _read_text(places[name], *options) for name, files in opened.items() if not files}
+    split = Split.of((((d.hash, len(d.tokens_N)) for d in text) for _, text in texts.values()), seq_len + 1)
     loaded = []
     for name, weight in entries:
         if opened[name]:
             train, held_out = _streams(opened[name], tokenizer, seq_len)
             source = Source(name, weight, train, held_out, "", _bytes_per_token(held_out, tokenizer, opened[name][-1]))
         else:
-            parts = [split.divide(document) for document in encoded[name]]
-            train, held_out = map(np.concatenate, zip(*parts, strict=True))
-            what = f"; {plural(len(parts), 'document')}{texts[name].describe_skipped()}"
+            documents, text = texts[name]
+            train, held_out = map(np.concatenate, zip(*map(split.divide, text), strict=True))
+            what = f"; {plural(len(text), 'document')}{documents.describe_skipped()}"
             source = Source(name, weight, train, held_out, what, _bytes_per_token(held_out, tokenizer))
         _check_length(source, seq_len, "bytes" if tokenizer is BYTES else "tokens")
         loaded.append(source)
@@ -71,14 +77,14 @@ def read_stream(
     those of `load_data`. Raises ValueError if the source is empty or broken, and for token ids of another tokenizer.
     """
     source = _locate(source)
-    if files := list(_open_token_files(source, dtype)):
+    if files := _open_token_files(source, dtype):
         file = files[-1] if os.path.isdir(source) else files[0]
         found = file.tokenizer(tokenizer.vocab_size)
         if digest(found) != digest(tokenizer):
             raise ValueError(f"{printable(file.path)} has the tokenizer {found}, but the model has {tokenizer}")
         file.scan_if_small(tokenizer.vocab_size)
         return file.tokens_N
-    return np.concatenate([d.tokens_N for d in _encode(Documents.find(source, field), tokenizer, special_tokens)])
+    return np.concatenate([document.tokens_N for document in _read_text(source, field, tokenizer, special_tokens)[1]])
 
 
 def split_weight(entry: str) -> tuple[str, float]:
@@ -114,21 +120,50 @@ def _locate(source: str) -> str:
         raise ValueError(f"--data {printable(source)} cannot be copied: {reason}") from None
 
 
-def _open_token_files(name: str, dtype: str) -> Iterator[TokenFile]:
-    """If `name` is token ids, yield the training file, and then the held-out file if there is one.
+def _while_unchanged(read: Callable[P, T]) -> Callable[P, T]:
+    """Read a source (the first argument) again after an error, at most _TRIES times, if its files have changed."""
+
+    @wraps(read)
+    def read_again(*args: P.args, **options: P.kwargs) -> T:
+        for tries_left in range(_TRIES - 1, -1, -1):
+            before = list_files(str(args[0]))
+            try:
+                return read(*args, **options)
+            except ValueError:
+                time.sleep(_PAUSE_S)  # one file may be replaced after another
+                if not tries_left or list_files(str(args[0])) == before:
+                    raise
+        raise AssertionError
+
+    return read_again
+
+
+@_while_unchanged
+def _open_token_files(name: str, dtype: str) -> list[TokenFile]:
+    """If `name` is token ids, the training file, and then the held-out file if there is one.
 
     Raises ValueError for a folder in which one of them is missing, rather than train on its JSON files as text.
     """
     path = Path(name)
     if os.path.isdir(path):
         if not any(map(_is_described, map(path.joinpath, (TRAIN_FILE, *HELD_OUT_FILES)))):
-            return
+            return []
         path /= TRAIN_FILE
     elif path.suffix != ".bin" or not path.exists():
-        return
-    yield TokenFile.open(path, dtype)
-    if path.name == TRAIN_FILE and (held_out := [*filter(_is_described, map(path.with_name, HELD_OUT_FILES))]):
-        yield TokenFile.open(held_out[0], dtype)
+        return []
+    beside = [path.with_name(other) for other in HELD_OUT_FILES if path.name == TRAIN_FILE]
+    return [TokenFile.open(file, dtype) for file in (path, *[*filter(_is_described, beside)][:1])]
+
+
+@_while_unchanged
+def _read_text(
+    name: str, field: str, tokenizer: Tokenizer, special_tokens: bool
+) -> tuple[Documents, list[EncodedDocument]]:
+    """The documents of a source of text. Raises ValueError if there are none."""
+    documents = Documents.find(name, field)
+    if not (encoded := list(encode_documents(iter(documents), tokenizer, special_tokens))):
+        raise documents.empty_error()
+    return documents, encoded
 
 
 def _is_described(path: Path) -> bool:
@@ -168,13 +203,6 @@ def _bytes_per_token(held_out: TokenStream, tokenizer: Tokenizer, file: TokenFil
         return file.sidecar.bytes / file.sidecar.tokens
     sample = held_out[:SAMPLE]
     return None if isinstance(tokenizer, UnknownTokenizer) else num_bytes(tokenizer, sample) / max(len(sample), 1)
-
-
-def _encode(documents: Documents, tokenizer: Tokenizer, special_tokens: bool) -> list[EncodedDocument]:
-    """The documents of a source. Raises ValueError if there are none."""
-    if not (encoded := list(encode_documents(iter(documents), tokenizer, special_tokens))):
-        raise documents.empty_error()
-    return encoded
 
 
 def _check_length(source: Source, seq_len: int, unit: str) -> None:

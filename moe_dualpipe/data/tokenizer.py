@@ -33,14 +33,16 @@ ENDS = (END, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>") 
 class Tokenizer(ABC):
     """Maps text to token ids and back. `end_id` ends each document, -1 if unknown; `start_ids` begin each document.
 
-    end_text: the text of the end token in the tokenizer.json that other programs read. config: what
-    tokenizer_config.json must say, because tokenizer.json does not.
+    stop_ids: more tokens that end a generation, of the model from whose folder the tokenizer was read. end_text: the
+    text of the end token in the tokenizer.json that other programs read. config: what tokenizer_config.json must say,
+    because tokenizer.json does not.
     """
 
     vocab_size: int
     end_id: int
     end_text = ""
     start_ids: Sequence[int] = ()
+    stop_ids: Sequence[int] = ()
     config: Mapping[str, str] = {}
 
     def encode(self, text: str) -> list[int]:

@@ -49,24 +49,26 @@ def in_halves(stage: TransformerStage, x: Tensor) -> Tensor:
 @torch.no_grad()
 def generate(
     model: TransformerStage, prompts: Tensor | Sequence[Tensor], num_tokens: int, max_length: int,
-    temperature: float = 0.8, top_k: int | None = None, top_p: float = 1.0, seed: int = 0, stop: int | None = None,
-    first: int = 0, batch_size: int | None = None, ranks: ExpertRanks | None = None,
+    temperature: float = 0.8, top_k: int | None = None, top_p: float = 1.0, seed: int = 0,
+    stop: int | Sequence[int] | None = None, first: int = 0, batch_size: int | None = None,
+    ranks: ExpertRanks | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the `num_tokens` tokens that follow each prompt: [B, N].
 
     model: a whole model in one stage, which runs in evaluation mode. prompts: [B, S], or B tensors [S] of any length.
     max_length: the most positions that the model attends to. temperature, top_k, top_p: see `Sampling`. stop: a token
-    that ends a sequence; the rest of the row is filled with it. first: the number of texts on lower ranks, for the
-    same random numbers on any number of ranks. batch_size: the most texts at a time; None: all. ranks: the ranks
-    that share the experts, each with prompts of its own, or none; `batch_size` is the same on all. None: all ranks of
-    torch.distributed if the experts are spread, otherwise this rank alone.
+    that ends a sequence, or several; the rest of the row is filled with the first. first: the number of texts on lower
+    ranks, for the same random numbers on any number of ranks. batch_size: the most texts at a time; None: all. ranks:
+    the ranks that share the experts, each with prompts of its own, or none; `batch_size` is the same on all. None: all
+    ranks of torch.distributed if the experts are spread, otherwise this rank alone.
 
     Raises ValueError for a stage that is not a whole model, for prompts that are empty or have invalid token ids, and
     for invalid numbers.
     """
     if not (model.spec.embedding and model.spec.head):
         raise ValueError(f"generate needs a whole model, from embedding to head: got a stage with {model.spec}")
-    sampling, limits = Sampling(temperature, top_k, top_p), (num_tokens, max_length, model.config.vocab_size, stop)
+    stops = [] if stop is None else [stop] if isinstance(stop, int) else [*stop]
+    sampling, limits = Sampling(temperature, top_k, top_p), (num_tokens, max_length, model.config.vocab_size, stops)
     check_range("batch_size", 1 if batch_size is None else batch_size, 1)
     if ranks is None:
         backends = [layer.expert_parallel for layer in model.modules() if isinstance(layer, MoE)]
@@ -161,15 +163,15 @@ def recorded_routes(model: TransformerStage, num_texts: int) -> Iterator[dict[in
 
 
 def decoding(
-    prompts: Tensor | Sequence[Tensor], num_tokens: int, max_length: int, vocab_size: int, stop: int | None = None
+    prompts: Tensor | Sequence[Tensor], num_tokens: int, max_length: int, vocab_size: int, stops: Sequence[int] = ()
 ) -> Steps:  # fmt: skip
-    """The steps of a batch. Arguments and errors are those of `generate`.
+    """The steps of a batch. Arguments and errors are those of `generate`. stops: of `stop`.
 
     All sequences advance ranks: while a longer prompt supplies its next token, a shorter one already gets a new one.
     So all have the same positions, and no mask is needed. The batch ends when no sequence needs another token.
     """
     tokens_BS, lengths = _token_buffer(prompts, num_tokens, max_length, vocab_size)
-    lengths_B = torch.tensor(lengths, device=tokens_BS.device)
+    lengths_B, stops_N = (torch.tensor(one, device=tokens_BS.device) for one in (lengths, [*stops]))
     start, past, ended_B = 0, 0, torch.zeros_like(lengths_B, dtype=torch.bool)
     dropped = max_length + 1 - max(1, max_length // 2)
     for end in range(min(lengths), tokens_BS.shape[1]):
@@ -178,12 +180,12 @@ def decoding(
             start, past = first, 0
         next_B = yield tokens_BS[:, start + past : end], past, [end >= length for length in lengths]
         past, in_prompt_B = end - start, end < lengths_B
-        if stop is not None:
-            next_B = next_B.where(~ended_B, stop)
-            ended_B |= (next_B == stop) & ~in_prompt_B
+        if stops:
+            next_B = next_B.where(~ended_B, stops[0])
+            ended_B |= torch.isin(next_B, stops_N) & ~in_prompt_B
         tokens_BS[:, end] = tokens_BS[:, end].where(in_prompt_B, next_B)
-        if stop is not None and bool((ended_B | (end + 1 >= lengths_B + num_tokens)).all()):
-            tokens_BS[:, end + 1 :] = stop
+        if stops and bool((ended_B | (end + 1 >= lengths_B + num_tokens)).all()):
+            tokens_BS[:, end + 1 :] = stops[0]
             break
     return tokens_BS.gather(1, lengths_B[:, None] + torch.arange(num_tokens, device=tokens_BS.device))
 

@@ -15,7 +15,7 @@ Batches contain only sequences of the same length: padding would be routed to ex
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ class MoEDualPipe(LM):
 
         options: until, max_gen_toks (256), do_sample, temperature, top_k, top_p. Without do_sample, decoding is greedy.
         """
-        found = []
+        found, stops = [], (self.text.end_id, *self.text.stop_ids)
         for context, options in (request.args for request in requests):
             until, number = options.get("until") or [], int(options.get("max_gen_toks") or _NEW_TOKENS)
             sample = bool(options.get("do_sample", options.get("temperature", 0.0)))
@@ -109,9 +109,9 @@ class MoEDualPipe(LM):
             prompt = torch.tensor([(self.text.encode(context) or [self.text.end_id])[-room:]], device=self._device)
             tokens = generate(
                 self.model, prompt, number, self.max_length, options.get("temperature", 1.0) if sample else 0.0,
-                options.get("top_k"), options.get("top_p", 1.0), stop=self.text.end_id,
+                options.get("top_k"), options.get("top_p", 1.0), stop=stops,
             )[0].tolist()  # fmt: skip
-            text = self.text.decode(tokens[: tokens.index(self.text.end_id)] if self.text.end_id in tokens else tokens)
+            text = self.text.decode([*takewhile(lambda token: token not in stops, tokens)])
             ends = [text.find(end) for end in ([until] if isinstance(until, str) else until) if end]
             found.append(text[: min((end for end in ends if end >= 0), default=None)])
         return self._remembered("generate_until", requests, found)

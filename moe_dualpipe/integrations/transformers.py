@@ -11,12 +11,13 @@ rejects experts other than a SwiGLU MLP, and turns expert ids into an ExpertOrde
 N tokens, K choices per token, E experts of this rank, D model dim, F expert hidden size.
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.experts import experts
@@ -34,23 +35,32 @@ _UNSUPPORTED = (
 )
 
 
-def register(name: str = NAME, kernels: Kernels = "auto", config: Any = None) -> str:
+def register(name: str = NAME, kernels: Kernels = "auto") -> str:
     """Register `experts_forward` as the `experts_implementation` called `name`, and return the name.
 
-    kernels: "auto" uses Triton for tensors on a GPU and plain torch elsewhere; see kernels/backend.py. config: of the
-    model, to find out now rather than in its first forward whether its activation is SiLU.
-    Raises ImportError without transformers 5, and ValueError for an unknown value of `kernels` or another activation.
+    kernels: "auto" uses Triton for tensors on a GPU and plain torch elsewhere; see kernels/backend.py.
+    Raises ImportError without transformers 5, and ValueError for an unknown value of `kernels`. Building a model with
+    this implementation raises ValueError if its experts are not supported, before its weights are read.
     """
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
         raise ImportError("experts_implementation needs transformers 5: pip install 'transformers>=5'") from error
-    activation = getattr(config and config.get_text_config(), "hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        what = f"experts_implementation={name!r} does not support hidden_act {activation!r}, only 'silu'"
-        raise ValueError(f"{what}: use 'grouped_mm' or 'eager'")
     ALL_EXPERTS_FUNCTIONS.register(name, partial(experts_forward, kernels=validate_kernels(kernels)))
+    _check_new_models(name)
     return name
+
+
+@cache
+def _check_new_models(name: str) -> None:
+    """Check experts whose configuration names this implementation when they become part of a model."""
+
+    def check(_parent: nn.Module, _name: str, module: Any) -> None:
+        config = getattr(module, "config", None)
+        if hasattr(module, "has_gate") and getattr(config, "_experts_implementation", None) == name:
+            _check_supported(module, name)
+
+    register_module_module_registration_hook(check)
 
 
 def experts_forward(
@@ -63,9 +73,7 @@ def experts_forward(
     are experts of other ranks, which contribute nothing here.
     Raises ValueError for experts other than a SwiGLU MLP without biases, in the layout above.
     """
-    if unsupported := _unsupported(module):
-        what = f"experts_implementation={NAME!r} does not support {type(module).__name__}"
-        raise ValueError(f"{what} ({'; '.join(unsupported)}): use 'grouped_mm' or 'eager'")
+    _check_supported(module)
     gate_up_EGD, down_EDF = module.gate_up_proj, module.down_proj
     ids_NK, num_choices = top_k_index, None
     if getattr(module, "_is_expert_parallel", False):
@@ -78,8 +86,8 @@ def experts_forward(
     return experts(hidden_states, gate_up_EGD, down_EDF, order, weights_NK, kernels=kernels)
 
 
-def _unsupported(module: Any) -> list[str]:
-    """The features of these experts that `experts` lacks, from the attributes that transformers sets."""
+def _check_supported(module: Any, name: str = NAME) -> None:
+    """Raise ValueError with the features of these experts that `experts` lacks, by what transformers sets."""
     from transformers.integrations.moe import _default_apply_gate
 
     found = [f"{name}={value}: {what}" for name, value, what in _UNSUPPORTED if getattr(module, name, None) is value]
@@ -89,7 +97,9 @@ def _unsupported(module: Any) -> list[str]:
         found.append("its own _apply_gate")
     elif not _is_silu(act_fn):
         found.append(f"activation {type(act_fn).__name__}, not SiLU")
-    return found
+    if found:
+        what = f"experts_implementation={name!r} does not support {type(module).__name__}"
+        raise ValueError(f"{what} ({'; '.join(found)}): use 'grouped_mm' or 'eager'")
 
 
 def _is_silu(act_fn: object) -> bool:

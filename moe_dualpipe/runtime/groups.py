@@ -40,6 +40,8 @@ def init_world(
     """
     if launch.world_size > MOST_CONNECTED:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(launch.world_size):  # one machine: no other needs to reach these ports
+        os.environ |= {name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     wait: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
     if store is None:

@@ -16,9 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint import check_model, check_weights, find_checkpoint, find_weights, is_published, start_tokenizer
+from ..checkpoint import (
+    check_model,
+    check_weights,
+    find_checkpoint,
+    find_weights,
+    is_published,
+    start_companions,
+    start_tokenizer,
+)
 from ..checkpoint.destinations import run_of
-from ..checkpoint.huggingface import companions_of, read_companions
 from ..data import BYTES, TOKENIZER_FILE, GivenBatches, TextData, UnknownTokenizer, load_data, stores
 from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.fp8 import RECIPES
@@ -346,9 +353,7 @@ def find_start(request: Request, config: TrainConfig, facts: Facts) -> Start:
         differences = check_weights(weights, config.model, options.weights_partial)
     if first_step >= config.steps and not facts.restarted:
         raise ValueError(f"{resume} is already at step {first_step}: use a larger --steps")
-    folder, companions = resume or weights, {}
-    if folder is not None:
-        companions = read_companions(folder) if is_published(folder) else companions_of(folder)
+    companions = start_companions(folder) if (folder := resume or weights) else {}
     first_weights = None if resume else weights or given.weights
     changed = changes(request.saved, config) if resume and request.saved else ()
     return Start(

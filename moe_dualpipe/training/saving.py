@@ -25,8 +25,9 @@ class Saving:
             self.inputs = inputs_file(trainer.config, trainer.text)  # what this run has read, even if a file changes
             # While a save runs, a callback may be in another working directory; a command has no callbacks.
             folder = run.folder if run.start.from_command else run.folder.absolute()
-            # Retries end before the run counts as hanging.
-            patience = stores.Patience(trainer.config.health.timeout / 2)
+            # Retries, and then the last attempt, end before the run counts as hanging.
+            timeout = trainer.config.health.timeout
+            patience = stores.Patience(timeout / 2, min(timeout / 4, 60.0))
             self.saver = Saver(
                 folder, trainer.config.model, options.keep or 0, options.save_async, trainer.progress.note_save,
                 patience,
@@ -70,7 +71,7 @@ class Saving:
         if self.last is None:  # a restart after the last step
             return self.trainer.run.start.resume
         if self.last.error:
-            raise RunFailed(f"{self.last.path} could not be written: {self.last.error}")  # reported already
+            raise RunFailed(f"{printable(self.last.path)} could not be written: {self.last.error}")  # reported already
         return self.last.path
 
     def export(self, checkpoint: Path) -> None:

@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 import moe_dualpipe
-from moe_dualpipe.checkpoint import atomic_folder, find_checkpoint, load_model
-from moe_dualpipe.checkpoint.huggingface import find_architecture, from_pretrained, save_pretrained
+from moe_dualpipe.checkpoint import atomic_folder, find_checkpoint, load_model, start_tokenizer
+from moe_dualpipe.checkpoint.huggingface import companion_files, find_architecture, from_pretrained, save_pretrained
+from moe_dualpipe.checkpoint.huggingface.companions import read_companions
 from moe_dualpipe.cli import main
 from moe_dualpipe.data import find_tokenizer
 from moe_dualpipe.data.tokenizer import BPETokenizer
@@ -167,6 +170,36 @@ def test_text_begins_as_in_transformers_in_generation_evaluation_and_training(tm
     config = started(folder, tmp_path / "run", data=(str(tmp_path / "rows.jsonl"),), special_tokens=True)
     inputs_BS, labels_BS = make_run(config).text.batch(0, 0, 64, 8)
     assert {VOCAB, VOCAB + 2} < {*inputs_BS.flatten().tolist()} == {*labels_BS.flatten().tolist()}
+
+
+@pytest.mark.parametrize("files", [
+    {"generation_config.json": [1, 3]}, {"config.json": [3, 1]}, {"config.json": 5, "generation_config.json": [3, 1]},
+], ids=lambda files: " ".join(files))  # fmt: skip
+def test_each_end_token_ends_a_generation_as_in_transformers(published, tmp_path, capsys, files):
+    """Numbers are of positions in the text without an end. A run that started from the model has the same tokens."""
+    folder, prompt = Path(shutil.copytree(published, tmp_path / "model")), "word 12"
+    ids_BS = torch.tensor([find_tokenizer(folder).encode(prompt)])
+
+    def theirs():
+        return transformers_model(folder, torch.float32).generate(ids_BS, max_new_tokens=9, do_sample=False)[0].tolist()
+
+    whole = theirs()[ids_BS.shape[1] :]
+    (folder / "generation_config.json").unlink()
+    for name, at in files.items():
+        before = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        ends = {"eos_token_id": whole[at] if isinstance(at, int) else [whole[i] for i in at]}
+        (folder / name).write_text(json.dumps(before | ends))
+    (checkpoint := tmp_path / "checkpoint").mkdir()
+    for name, content in companion_files(read_companions(folder)).items():
+        (checkpoint / name).write_bytes(content)
+    shutil.copy(folder / "tokenizer.json", checkpoint)
+    ends = start_tokenizer(folder, VOCAB).stop_ids
+    assert start_tokenizer(checkpoint, VOCAB).stop_ids == ends and len(ends) == 2
+    options = ["--prompt", prompt, "--temperature", "0", "--sample-tokens", "9", "--device", "cpu"]
+    assert main(["generate", str(folder), *options]) == 0
+    expected = theirs()
+    assert len(expected) == ids_BS.shape[1] + 2 and expected[-1] in ends
+    assert capsys.readouterr().out == printable_text(find_tokenizer(folder).decode(expected[:-1])) + "\n"
 
 
 def started(folder, out, **changes):

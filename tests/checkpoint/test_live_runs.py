@@ -33,9 +33,9 @@ def save_again(run):
     remove_old(following, 1)
 
 
-def and_save(run, call, saves, folder):
+def and_save(run, call, saves, folder, *options):
     """Call, and then save, a few times."""
-    found = call(folder)
+    found = call(folder, *options)
     if next(saves, None) is not None:
         save_again(run)
     return found

@@ -170,6 +170,7 @@ def test_unknown_keys_that_could_change_the_model_are_refused(key):
 
 
 RESTATED = {
+    "olmoe": {"use_qk_norm": True, "qk_norm": True, "moe_layer_freq": 1, "n_group": 1},
     "qwen3_moe": {"use_qk_norm": True, "qkv_bias": False, "decoder_sparse_step": 1},
     "mixtral": {"norm_topk_prob": True, "decoder_sparse_step": 1, "use_qk_norm": False},
     "deepseek_v3": {"moe_router_dtype": "float32", "decoder_sparse_step": 1, "use_qk_norm": False},

@@ -1,6 +1,7 @@
 """Checkpoints and weights on an S3 server: the same contents as in a folder, never visible before they are complete."""
 
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -20,15 +21,18 @@ from moe_dualpipe.checkpoint.huggingface import from_pretrained, plan_checkpoint
 from moe_dualpipe.cli import main
 from moe_dualpipe.data.one_writer import FolderInUseError, only_writer
 from moe_dualpipe.data.stores import Patience, Url, local_path, read, staged_folder, url_of
+from moe_dualpipe.health.watch import watch_ranks
 from moe_dualpipe.messages import printable
 from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.training.console import RunFailed
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.metrics import read_records
 from moe_dualpipe.training.resolve import run_folder
+from moe_dualpipe.training.step import Trainer
 from tests.support.checkpoints import loaded_step, state_of, tensors_of
 from tests.support.object_store import BUCKET, access, in_environment
 from tests.support.ranks import run_ranks
-from tests.support.runs import MODEL, change, equal_tensors, losses, make_trainer, settings, train
+from tests.support.runs import MODEL, change, equal_tensors, losses, make_run, make_trainer, settings, train
 
 RUN = "s3://bucket/run"
 
@@ -202,6 +206,35 @@ def test_a_resumed_run_on_a_store_equals_one_in_a_folder(s3, tmp_path):
     assert losses(local) == losses(remote) and list(losses(remote)) == [1, 2, 3, 4]
     assert losses(local, "validation_loss")[4] == losses(remote, "validation_loss")[4]
     assert b'"step": 4' in manifest
+
+
+def until_the_last_save_fails(rank, folder):
+    config = change(
+        settings(folder), out=RUN, staging=str(folder / "staging"), steps=4, save_every=2, keep=1, timeout=8.0
+    )
+    with pytest.raises(RunFailed) as ended, watch_ranks(config.health.timeout) as progress:
+        train_loop(Trainer(make_run(config, rank, 2), progress))
+    return ended.value.text
+
+
+@pytest.mark.parametrize("first", ["step-000004/rank-1-0", "?delete", "list-type", "metrics.jsonl"])
+@pytest.mark.quick("list-type")
+def test_if_a_store_stops_answering_all_ranks_train_to_the_end_and_say_why(s3, tmp_path, first):
+    """Whatever is asked for when it stops."""
+    stopped, end = threading.Event(), threading.Event()
+
+    def wait(request):
+        if stopped.is_set() or (first in request.path and "step-000002" in "".join(s3.names("run"))):
+            stopped.set()
+            end.wait(100)
+
+    s3.fault = wait
+    try:
+        one, other = run_ranks(2, in_environment, access(s3), until_the_last_save_fails, tmp_path, timeout=60)
+    finally:
+        end.set()
+    assert one == other and one.startswith(f"{RUN}/checkpoints/step-000004 could not be written: ")
+    assert stopped.is_set()
 
 
 @pytest.mark.parametrize("resume", [RUN, f"{RUN}/checkpoints", f"{RUN}/checkpoints/step-000003"])

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -16,6 +18,7 @@ import pytest
 from moe_dualpipe.data import BYTES, Prepared, open_shards, prepare, prepare_data
 from moe_dualpipe.data.pool import run_in_processes
 from moe_dualpipe.data.prepare import ShardWriter
+from moe_dualpipe.data.tokenizer import BPETokenizer
 from tests.support.runs import ROOT
 
 
@@ -141,18 +144,57 @@ def raise_it(error: Exception) -> NoReturn:
     raise error
 
 
-@pytest.mark.parametrize("damage", [
-    lambda content: content.replace("grün".encode(), b"grin" + b"!", 1), lambda _: b"",
-    lambda content: content[:-9],
-], ids=["tokens", "empty", "cut"])  # fmt: skip
-def test_a_damaged_shard_is_found(source, tmp_path, monkeypatch, damage):
+def with_other_table(path: Path, other: Path) -> None:
+    """A whole ZIP file with the token ids of a shard and the documents of another one."""
+    with zipfile.ZipFile(path) as file, zipfile.ZipFile(other) as others:
+        contents = {"tokens": file.read("tokens"), "documents": others.read("documents")}
+    with zipfile.ZipFile(path, "w") as file:
+        for name, content in contents.items():
+            file.writestr(name, content)
+
+
+def swap(first: Path, second: Path) -> None:
+    other = second.read_bytes()
+    second.write_bytes(first.read_bytes())
+    first.write_bytes(other)
+
+
+def change_in_place(path: Path) -> None:
+    """Another document of the same size, at the same time."""
+    status = path.stat()
+    path.write_bytes(path.read_bytes().replace(rb"\n", rb"\t", 1))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def of_another_tokenizer(source: Path) -> None:
+    """A shard has the content of the same shard of another run."""
+    bpe, shards = open_shards([str(source)], source.parent / "other", BPETokenizer.train(["text"], 300))
+    bpe.write(shards[0])
+    shutil.copy(bpe.path(shards[0]), open_shards([str(source)], source.parent / "out", BYTES)[0].path(shards[0]))
+
+
+@pytest.mark.parametrize("harm", [
+    lambda shards, _: swap(*shards[:2]), lambda shards, _: shutil.copy(*shards[:2]),
+    lambda shards, _: with_other_table(*shards[:2]),
+    lambda _, source: change_in_place(source / "a.jsonl"), lambda _, source: of_another_tokenizer(source),
+    lambda shards, _: shards[0].write_bytes(b""), lambda shards, _: shards[0].write_bytes(shards[0].read_bytes()[:-9]),
+    lambda shards, _: shards[0].write_bytes(shards[0].read_bytes().replace("grün".encode(), b"grin!", 1)),
+], ids=["swapped", "copied", "table", "source", "tokenizer", "empty", "cut", "damaged"])  # fmt: skip
+def test_a_shard_that_is_not_that_of_its_source_is_never_joined(source, tmp_path, monkeypatch, harm):
+    shutil.copytree(source, tmp_path / "source")
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr(prepare, "join", lambda *_: raise_it(FULL))
-        run(source, tmp_path / "out")
-    path = next((tmp_path / ".out.unfinished").rglob("*.zip"))
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=f"{path} is damaged: remove it, and repeat"):
-        run(source, tmp_path / "out")
+        run(tmp_path / "source", tmp_path / "out")
+    shards = sorted((tmp_path / ".out.unfinished").rglob("*.zip"))
+    harm(shards, tmp_path / "source")
+    try:
+        run(tmp_path / "source", tmp_path / "out")
+    except ValueError as error:
+        assert f"{shards[0]} is damaged: remove it, and repeat" in str(error)
+        shards[0].unlink()
+        run(tmp_path / "source", tmp_path / "out")
+    run(tmp_path / "source", tmp_path / "fresh")
+    assert files_in(tmp_path / "out") == files_in(tmp_path / "fresh")
 
 
 def test_other_programs_write_the_same_shards(source, alone, tmp_path):

@@ -104,10 +104,12 @@ def test_a_text_ends_at_its_stop_token():
     prompts = torch.randint(31, (3, 4))
     stop = int(generate(model, prompts, 40, 50, temperature=2.0)[1, 3])
     prompts[0, 1] = stop  # a stop token in a prompt does not end the sequence
-    free, ended = (generate(model, prompts, 40, 50, temperature=2.0, stop=s).tolist() for s in (None, stop))
-    for row, whole in zip(ended, free, strict=True):
-        length = whole.index(stop) + 1 if stop in whole else len(whole)
-        assert row == whole[:length] + [stop] * (40 - length)
+    free = generate(model, prompts, 40, 50, temperature=2.0).tolist()
+    for stops in ((stop,), (stop, free[0][2], 30), (free[2][9], stop)):
+        ended = generate(model, prompts, 40, 50, temperature=2.0, stop=stops).tolist()
+        for row, whole in zip(ended, free, strict=True):
+            length = next((i + 1 for i, token in enumerate(whole) if token in stops), len(whole))
+            assert row == whole[:length] + [stops[0]] * (40 - length)
     first = int(generate(model, prompts[:1], 1, 50, temperature=0))
     model.register_forward_pre_hook(lambda *_: count.append(1))
     assert generate(model, prompts[:1], 40, 50, temperature=0, stop=first).tolist() == [[first] * 40]

@@ -1,5 +1,6 @@
 """Ranks in pipeline, data and expert parallelism, their process groups with options, and the timeout of the world."""
 
+import os
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
@@ -127,3 +128,17 @@ def test_products_leave_sms_to_dispatch_and_combine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, gpu=gpu: gpu)
         assert product_sms(torch.device("cuda")) == expected
     assert product_sms(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("local,given,expected", [
+    ("2", {}, ["lo", "lo"]), ("1", {}, [None, None]), (None, {}, [None, None]),
+    ("2", {"GLOO_SOCKET_IFNAME": "eth1"}, ["eth1", "lo"]),
+])  # fmt: skip
+def test_processes_of_one_machine_listen_on_its_loopback_interface(monkeypatch, local, given, expected):
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    environment = {name: value for name, value in os.environ.items() if name not in (*names, "LOCAL_WORLD_SIZE")}
+    environment |= given if local is None else given | {"LOCAL_WORLD_SIZE": local}
+    monkeypatch.setattr(groups.os, "environ", environment)
+    monkeypatch.setattr(groups.dist, "init_process_group", lambda *_, **__: None)
+    groups.init_world(torch.device("cpu"), Launch(0, 0, 2, 2), store=dist.HashStore())
+    assert [environment.get(name) for name in names] == expected

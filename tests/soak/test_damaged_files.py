@@ -1,7 +1,11 @@
 """Checkpoints, token files and text with random damage: each is refused in one line, or loads unchanged."""
 
+import csv
 import dataclasses
 import functools
+import gzip
+import io
+import json
 import os
 import random
 import shutil
@@ -17,12 +21,14 @@ import torch
 
 from moe_dualpipe.checkpoint import find_checkpoint
 from moe_dualpipe.data import load_data, prepare_data
+from moe_dualpipe.data.documents import Documents
 from tests.support.checkpoints import tensors_of
 from tests.support.killed_runs import newest
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, TEXT, settings, train
 from tests.support.texts import corrupt
 
+FORMATS = (".jsonl", ".ndjson", ".jsonlines", ".json", ".csv", ".tsv")
 SECONDS = 10  # that an answer may take
 PLAIN = dataclasses.replace(MODEL, num_shared_experts=0, num_dense_layers=0)
 
@@ -103,11 +109,12 @@ def test_damaged_token_ids_are_refused_in_one_line_or_give_the_same_batches(rng:
 @pytest.mark.parametrize("rng", range(200), indirect=True)
 def test_random_text_is_refused_in_one_line_or_gives_batches(rng: random.Random, tmp_path: Path) -> None:
     for i in range(rng.randrange(1, 4)):
-        suffix = rng.choice([".txt", ".jsonl", ".bin", ".py", ""])
+        suffix = rng.choice([".txt", ".bin", ".py", "", ".parquet", *FORMATS])
         data = rng.choice([
             rng.randbytes(rng.randrange(3000)), b"hello world\n" * 300, b'{"text": "hello"}\n' * 200, b"[" * 100_000,
             b'{"text": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",
-            b'{"text": "\\ud800"}\n', b"\xff\xfe" + "hello".encode("utf-16") * 50,
+            b'{"text": "\\ud800"}\n', b'text,n\n"hello",1\n' * 90, "text\n\u00fcber".encode("latin1") * 90,
+            b"\xff\xfe" + "hello".encode("utf-16") * 50,
         ])  # fmt: skip
         (tmp_path / f"{rng.choice(['notes', 'a=2', 'b*', chr(10), chr(27) + '[31m'])}{i}{suffix}").write_bytes(data)
     if rng.random() < 0.3:
@@ -118,3 +125,26 @@ def test_random_text_is_refused_in_one_line_or_gives_batches(rng: random.Random,
     found = []
     if not refused(lambda: found.append(load_data([rng.choice(sources)], 16))):
         found[0].batch(0, 0, 2, 16)
+
+
+@pytest.mark.parametrize("rng", range(200), indirect=True)
+def test_a_random_table_gives_its_texts_in_every_format(rng: random.Random, tmp_path: Path) -> None:
+    texts = ["".join(rng.choices('äb",\\\n\t中 \r\u2028', k=rng.randint(1, 30))) for _ in range(rng.randint(1, 20))]
+    rows, kind = (
+        [{"n": rng.choice([None, 1.5, [2], float("nan")]), "text": text} for text in texts],
+        rng.choice(FORMATS),
+    )
+    table = io.StringIO(newline="")
+    if kind[1] in "ct":
+        writer = csv.DictWriter(table, ["n", "text"], delimiter="," if kind[1] == "c" else "\t")
+        writer.writeheader()
+        writer.writerows(rows)
+    elif kind == ".json" and rng.random() < 0.7:
+        json.dump(rows, table, indent=rng.choice([None, 1]), ensure_ascii=rng.random() < 0.5)
+    else:
+        table.writelines(json.dumps(row, ensure_ascii=rng.random() < 0.5) + "\n" * rng.randint(1, 2) for row in rows)
+    content = table.getvalue().encode(rng.choice(["utf-8", "utf-8-sig"]))
+    packed = rng.random() < 0.3
+    path = tmp_path / f"table{rng.choice([kind, kind.upper()])}{'.gz' * packed}"
+    path.write_bytes(gzip.compress(content) if packed else content)
+    assert [*Documents.find(str(path))] == texts

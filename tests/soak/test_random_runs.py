@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from moe_dualpipe.schedule.build import NAMES
 from moe_dualpipe.training.config import OptimizerConfig, TrainConfig
 from moe_dualpipe.training.layout_choice import choose
 from moe_dualpipe.training.rules import check_options
+from tests.pipeline.test_padding import COUNT, PLAIN, SHORT, assert_equal, padded, short_batch, update
 from tests.support.checkpoints import tensors_of
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, change, losses, records, settings, train
@@ -105,3 +107,36 @@ def test_losses_do_not_depend_on_overlap_layout_or_interruption(rng: random.Rand
     run_ranks(dp, train, moved)
     a, b = expected[STEPS], losses(records(tmp_path / "moved"))[STEPS]
     assert close(a, b, LOSS), f"loss of step {STEPS}: {a}, resumed without parallelism {b}: {config}"
+
+
+@pytest.mark.parametrize("rng", range(60), indirect=True)
+def test_padding_changes_nothing_whatever_the_options(rng: random.Random, tmp_path: Path) -> None:
+    config, _ = valid_config(rng, tmp_path)
+    batch = short_batch((SHORT, *(rng.randint(0, SHORT) for _ in range(COUNT - 1))))
+    options: dict[str, Any] = {"recompute": config.compute.recompute, "fused_loss": config.compute.fused_loss}
+    model = dataclasses.replace(config.model, vocab_size=31, init_std=0.5)
+    expected = update(model, PLAIN, batch, **options)
+    assert_equal(update(model, PLAIN, padded(*batch, rng.randrange(31)), **options), expected)
+
+
+@pytest.mark.parametrize("rng", range(40), indirect=True)
+def test_a_random_schedule_in_a_file_is_refused_or_gives_the_same_loss(rng: random.Random, tmp_path: Path) -> None:
+    """Each stage, or each micro-batch of each stage, is on a random rank."""
+    ranks, stages, number, each = rng.choice([1, 2]), rng.choice([2, 4]), rng.choice([2, 4]), rng.random() < 0.5
+    units = [(stage, batch) for batch in range(number) for stage in range(stages)]
+    homes = {(stage, batch): rng.randrange(ranks) for stage, batch in units}
+    rows = [list[str]() for _ in range(ranks)]
+    for kind, ordered in (("F", units), ("B", units[::-1])):
+        for stage, batch in ordered:
+            rows[homes[stage, batch if each else 0]].append(f"{stage}{kind}{batch}")
+    (tmp_path / "mine.csv").write_text("\n".join(map(",".join, rows)))
+    plain = settings(tmp_path / "plain", steps=1, seq_len=16, batch_size=number, eval_sequences=1, model=MODEL)
+    config = change(plain, schedule=str(tmp_path / "mine.csv"), out=str(tmp_path / "run"))
+    try:
+        choose(config, ranks)
+    except ValueError:
+        return
+    run_ranks(ranks, train, config)
+    run_ranks(1, train, plain)
+    a, b = (losses(records(tmp_path / run))[1] for run in ("run", "plain"))
+    assert close(a, b, LOSS), f"{rows}: {a}, without a file {b}"

@@ -5,13 +5,13 @@ those of this model (tensors.py). All other modules use these tables.
 """
 
 from .architectures import ARCHITECTURES
-from .companions import companion_files, companions_of, fp8_file, read_companions
+from .companions import companion_files, fp8_file
 from .config import find_architecture, read_config, write_config
 from .published import CONFIG_FILE, PublishedModel, from_pretrained
 from .save import DTYPES, ExportPlan, plan_checkpoint_export, save_pretrained
 
 __all__ = [
-    "ARCHITECTURES", "CONFIG_FILE", "DTYPES", "ExportPlan", "PublishedModel", "companion_files", "companions_of",
-    "find_architecture", "fp8_file", "from_pretrained", "plan_checkpoint_export", "read_companions", "read_config",
+    "ARCHITECTURES", "CONFIG_FILE", "DTYPES", "ExportPlan", "PublishedModel", "companion_files",
+    "find_architecture", "fp8_file", "from_pretrained", "plan_checkpoint_export", "read_config",
     "save_pretrained", "write_config",
 ]  # fmt: skip

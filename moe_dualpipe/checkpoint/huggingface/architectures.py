@@ -82,6 +82,8 @@ _DEEPSEEK = {**_FIXED, "moe_layer_freq": 1}
 _FIRST_DENSE = JsonKey("first_k_dense_replace", "num_dense_layers", 0, null=True)
 _SHARED = JsonKey("n_shared_experts", "num_shared_experts")
 _MTP = JsonKey("num_nextn_predict_layers", "mtp_layers", 0, null=True)
+QK_NORMS = ((False, "none"), (True, "head"), (True, "full"))
+"""What use_qk_norm says: only the architecture tells which norm it is."""
 _Q_RANK = JsonKey("q_lora_rank", "q_rank", 0, null=True)
 _SIGMOID = {"router_score": "sigmoid", "router_bias": True, "router_dtype": "float32", "group_score": "best_two"}
 
@@ -132,7 +134,7 @@ _ALL = (
          JsonKey("norm_topk_prob", "normalize_weights", True), JsonKey("routed_scaling_factor", "routed_scale", 1.0),
          JsonKey("n_group", "expert_groups", 1), JsonKey("topk_group", "top_groups", 1),
          JsonKey("attention_bias", "qkv_bias", False), JsonKey("partial_rotary_factor", "rotary_fraction", 0.5),
-         JsonKey("use_qk_norm", "qk_norm", False, values=((False, "none"), (True, "head")))),
+         JsonKey("use_qk_norm", "qk_norm", False, values=QK_NORMS)),
         _FIXED, shared="counted",
     ),
 )  # fmt: skip

@@ -47,6 +47,14 @@ def companions_of(checkpoint: Path) -> dict[str, str]:
     return read_named(path, dict[Literal[NAMES], str])
 
 
+def stop_ids(companions: Mapping[str, str]) -> list[int]:
+    """The tokens that end a generation: those of generation_config.json among `companions`, or else of config.json."""
+    configs = (parse(companions.get(name, "{}"), allow_nan=True) for name in ("generation_config.json", "config.json"))
+    named = [config.get("eos_token_id") for config in configs if isinstance(config, dict)]
+    found = next((ids for ids in named if ids is not None), [])
+    return [token for token in (found if isinstance(found, list) else [found]) if isinstance(token, int)]
+
+
 def companion_files(companions: Mapping[str, str]) -> dict[str, bytes]:
     """The file that keeps `companions` in a checkpoint: file name -> content."""
     return {COMPANIONS_FILE: json.dumps(companions).encode()} if companions else {}

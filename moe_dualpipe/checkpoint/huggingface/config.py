@@ -13,7 +13,7 @@ from ...models import ModelConfig
 from ...models.config import BUILT_IN
 from ...models.custom_layers import same_layer
 from ..weights import check_types
-from .architectures import ALIASES, ARCHITECTURES, REQUIRED, Architecture, JsonKey
+from .architectures import ALIASES, ARCHITECTURES, QK_NORMS, REQUIRED, Architecture, JsonKey
 
 _ONLY = {
     "gqa": {"num_kv_heads", "qk_norm", "rotary_fraction"},
@@ -314,7 +314,7 @@ _FACTORS = {"factor", "multiplier", "scale", "scaling"}
 _DTYPES = (("fp32", "float32"), ("torch.float32", "float32"))
 _MEANINGS = (
     *(key for architecture in ARCHITECTURES.values() for key in architecture.keys),
-    JsonKey("scoring_func", "router_score"), JsonKey("qk_norm", "qk_norm", values=((False, "none"), (True, "head"))),
+    JsonKey("scoring_func", "router_score"), JsonKey("qk_norm", "qk_norm", values=QK_NORMS),
     *(JsonKey(key, "router_dtype", values=_DTYPES) for key in ("router_dtype", "moe_router_dtype")),
 )  # fmt: skip
 """Keys with the same meaning in every architecture, though only some read them."""
@@ -350,11 +350,8 @@ def restates(key: str, value: Any, model: ModelConfig) -> bool | None:
     """Whether a key of another architecture has the value of `model`; None for a key of none."""
     if key in _EVERY_LAYER:
         return value == 1 and value is not True
-    known = [one for one in _MEANINGS if key in (one.key, one.also)]
-    meant = [next((option for published, option in one.values if published == value), value) for one in known]
-    return (
-        all(option == getattr(model, one.option) for option, one in zip(meant, known, strict=True)) if known else None
-    )
+    known = [(one.values, getattr(model, one.option)) for one in _MEANINGS if key in (one.key, one.also)]
+    return all(value == option or (value, option) in values for values, option in known) if known else None
 
 
 def is_off(words: set[str], value: Any) -> bool:
