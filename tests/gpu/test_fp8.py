@@ -82,6 +82,10 @@ def bits(request, monkeypatch):
 @pytest.mark.parametrize("name,gathered", [
     ("fp32", False), ("fp32", True), pytest.param("mxfp8", True, marks=without_mx),
 ])  # fmt: skip
+@pytest.mark.quick(
+    "24-fp32-False-40-20", "24-fp32-True-200-300", "24-fp32-True-144-272", "24-mxfp8-True-256-128",
+    "24-mxfp8-True-200-300", "14-fp32-False-256-128", "14-fp32-True-40-20",
+)  # fmt: skip
 def test_a_product_is_that_of_the_rounded_numbers(N, K, name, gathered, bits):
     arguments, index, exact = operands([17, 0, 38], N, K, name, gathered)
     assert error(fp8.fp8_rows_times_weights(*arguments, torch.float32, index), exact) < {24: 1e-6, 14: 3e-4}[bits]
