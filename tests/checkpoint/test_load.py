@@ -19,15 +19,15 @@ from moe_dualpipe.checkpoint import (
     check_model,
     find_checkpoint,
     find_weights,
+    global_weights,
     load_checkpoint,
     load_model,
     manifest,
     read_manifest,
+    start_model,
     verify_checkpoint,
 )
-from moe_dualpipe.checkpoint.load import start_model
 from moe_dualpipe.checkpoint.manifest import FileChecksum, Manifest
-from moe_dualpipe.checkpoint.weights import global_weights
 from moe_dualpipe.data import strict_json
 from moe_dualpipe.models import ModelConfig, build_model
 from tests.support.checkpoints import loaded_step, newest, state_of, write_manifest

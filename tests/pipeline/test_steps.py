@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from moe_dualpipe.models import ModelConfig, StageOptions
-from moe_dualpipe.pipeline.pipeline import Pipeline
-from moe_dualpipe.pipeline.settings import Numerics
+from moe_dualpipe.pipeline import Numerics, Pipeline
 from moe_dualpipe.runtime.learning_rate import OptimizerConfig
 from moe_dualpipe.schedule import build
 from tests.support.ranks import run_ranks

@@ -24,15 +24,13 @@ import moe_dualpipe
 from moe_dualpipe.commands.train import instruments
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.training import resolve
-from moe_dualpipe.training.config import OptimizerConfig, TrainConfig
+from moe_dualpipe.training import OptimizerConfig, TrainConfig, Trainer, resolve
 from moe_dualpipe.training.console import Console
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.options import Request, all_keys, parse, value_of
 from moe_dualpipe.training.resolve import Run, prepare
 from moe_dualpipe.training.restart import Agreed
 from moe_dualpipe.training.rules import Given
-from moe_dualpipe.training.step import Trainer
 from tests.support import ranks
 
 ROOT = Path(__file__).parents[2]
