@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,17 +190,6 @@ def introduction(rank, config):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         Console(trainer.run).introduce(*trainer.count_parameters(), 0.0)
     return out.getvalue()
-
-
-def command(*arguments, processes=1, script="train.py"):
-    """Run a script in a new process, or in several with torchrun."""
-    if processes > 1:
-        return torchrun("--nproc-per-node", processes, script, *arguments, folder=ROOT)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, script, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True,
-        timeout=120, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
 
 
 def torchrun(*arguments, folder) -> subprocess.CompletedProcess[str]:
