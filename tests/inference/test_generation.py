@@ -153,7 +153,7 @@ def test_a_cache_refuses_gradients_and_other_shapes():
 
 LENGTHS = 5, 3, 9, 4, 2, 7, 1
 CASES = (
-    ([0, 7, 7], None, True), ([0, 5, 7], 4, True), ([0, 5, 7], 1, True), ([0, 1, 7], 2, False),
+    ([0, 7, 7], None, True), ([0, 5, 7], 4, True), ([0, 5, 7], 3, True), ([0, 5, 7], 1, True), ([0, 1, 7], 2, False),
 )  # fmt: skip
 """Where the prompts of the ranks start and end, the most texts at a time, and whether transfers go on meanwhile."""
 
