@@ -376,7 +376,7 @@ WRONG = {
 KINDS = {"router": TopK, "attention": WithoutCache, "block": ParallelBlock}
 SLOW = {
     "wrong at 129", "5% off", "row-major", "unused", "doubled", "input cut off", "the next expert", "bias on ranks",
-    "ignores weights", "the length", "ignores the mask", "keeps its attention",
+    "ignores weights", "the length", "ignores the mask", "keeps its attention", "straight", "few sequences",
 }  # fmt: skip
 """Mistakes that take long to find, each beside another one that breaks the same law."""
 
