@@ -39,8 +39,8 @@ train: venv
 test: dev  # pyright uses one core, so both together take less time
 	$(MAKE) --no-print-directory --jobs 2 lint pytest
 
-pytest: dev
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -r s
+pytest: dev  # three processes on two cores, because many tests wait
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -r s
 
 soak: dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m long

@@ -8,12 +8,15 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
 
 
-SLOWEST = ("training", "benchmarks", "runtime", "tools", "kernels", "gpu")  # folders, slowest files first
+SLOWEST = (
+    "training", "checks", "tests", "gpu", "benchmarks", "launch", "runtime", "inference", "checkpoint", "profiler",
+)  # fmt: skip
+"""Folders with long files, the longest first."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out the long tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark long tests, and put slow files first: at the end, neither of two processes is left with a long file.
+    """Mark long tests, and put slow files first: at the end, no process is left with a long file.
 
     Of files named in the command, the order stays: a run that looks for a bug begins with those that notice it.
     """

@@ -312,7 +312,7 @@ def test_the_program_with_its_own_batches_runs():
         code for code in re.findall(r"```python\n(.*?)```", PYTHON_PAGE, re.DOTALL) if "batches=count" in code
     ]
     variables = {}
-    exec(program, variables)
+    exec(program.replace("steps=10", "steps=5"), variables)
     assert 0 < variables["loss"] < 5.5  # log(256) = 5.55 before
 
 

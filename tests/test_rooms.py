@@ -1,6 +1,7 @@
 """The wings and rooms of the package, and which may import which: arrows point down, so there are no circles."""
 
 import ast
+import functools
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def room_of(module: str) -> str:
     return room if room in ALLOWED else ""
 
 
+@functools.cache
 def imported_modules(path: Path) -> set[str]:
     """The modules of the package that a file imports, anywhere in it, absolutely or relatively."""
     found = set()

@@ -12,10 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from moe_dualpipe.checkpoint import check_weights, load_weights
-from moe_dualpipe.checkpoint.huggingface import PublishedModel, from_pretrained, save_pretrained
-from moe_dualpipe.checkpoint.huggingface.architectures import ARCHITECTURES
-from moe_dualpipe.checkpoint.weights import global_weights
+from moe_dualpipe.checkpoint import check_weights, global_weights, load_weights
+from moe_dualpipe.checkpoint.huggingface import ARCHITECTURES, PublishedModel, from_pretrained, save_pretrained
 from tests.support.published import (
     CONFIGS,
     change_tensors,

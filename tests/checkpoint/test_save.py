@@ -11,13 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_dualpipe.checkpoint import (
-    SaveError,
-    Saver,
-    find_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from moe_dualpipe.checkpoint import SaveError, Saver, find_checkpoint, load_checkpoint, save_checkpoint
 from moe_dualpipe.checkpoint import save as save_module
 from moe_dualpipe.models import ModelConfig
 from tests.support.checkpoints import FullDisk, checkpoint_names, loaded_step, save_steps, state_of

@@ -154,8 +154,6 @@ def test_what_a_run_cannot_start_from_is_one_line(checkpoint, tmp_path, damage, 
     check_message(error.value)
 
 
-def test_options_of_a_start_that_do_not_fit(checkpoint, tmp_path):
+def test_options_of_a_start_that_do_not_fit(checkpoint):
     with pytest.raises(ValueError, match="router_bias was True, now False; --weights-partial loads"):
         check_weights(checkpoint, dataclasses.replace(BALANCED, router_bias=False))
-    with pytest.raises(ValueError, match=r"^--weights-partial needs --weights, the folder to load from$"):
-        make_run(settings(tmp_path / "run", weights_partial=True))

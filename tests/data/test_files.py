@@ -14,6 +14,12 @@ from moe_dualpipe.data import DataFile, files, load_data, prepare_data, strict_j
 from moe_dualpipe.data.documents import Documents
 from tests.support.mutations import check_message
 
+
+def test_the_default_text_is_the_standard_library_without_tests_and_packages():
+    names = {path.name for path in Documents.find("stdlib").files}
+    assert len(names) > 500 and "dataclasses.py" in names and not names & {"pytest.py", "test_dataclasses.py"}
+
+
 CHANGES = {
     "shorter": (lambda path: os.truncate(path, 4096), r"\(\d+ bytes then, 4096 now\)"),
     "longer": (lambda path: path.open("ab").write(b"\0\0"), r"\(\d+ bytes then, \d+ now\)"),

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.distributed import DistError, group
 
-from moe_dualpipe.expert_parallel import AllToAll, Local, Loopback, Shared, backend, choose_backend
+from moe_dualpipe.expert_parallel import AllToAll, Combined, Completed, Local, Loopback, Shared, backend, choose_backend
 from moe_dualpipe.expert_parallel.backend import decide
 from moe_dualpipe.expert_parallel.deepep import DeepEP
-from moe_dualpipe.expert_parallel.protocol import Combined, Completed
 from moe_dualpipe.expert_parallel.rank_facts import RankFacts
 from moe_dualpipe.expert_parallel.symmetric import Symmetric
 from moe_dualpipe.expert_parallel.trial import try_backend

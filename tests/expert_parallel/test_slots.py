@@ -8,8 +8,7 @@ from torch.distributed import group
 
 from moe_dualpipe.expert_parallel import AllToAll, ByChoice, Local
 from moe_dualpipe.expert_parallel.slots import find_slots
-from moe_dualpipe.models import MoE, StageOptions
-from moe_dualpipe.models.experts import ExpertLayer
+from moe_dualpipe.models import ExpertLayer, MoE, StageOptions
 from tests.support.models import with_choices
 from tests.support.ranks import run_ranks
 

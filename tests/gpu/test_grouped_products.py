@@ -8,6 +8,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import GridExecutor
 
+from moe_dualpipe.kernels import products
 from moe_dualpipe.kernels.experts import experts
 from moe_dualpipe.kernels.gpu import launch_args
 from moe_dualpipe.kernels.gpu.configs import TileConfig
@@ -230,7 +231,7 @@ def test_any_number_of_programs_computes_all_tiles(config, monkeypatch):
 @pytest.mark.parametrize("attribute", [False, True])
 def test_tf32_is_used_if_either_torch_setting_allows_it(attribute):
     assert dot_precision(torch.float32) == dot_precision(torch.bfloat16) == "ieee"
-    before = torch.backends.cuda.matmul.fp32_precision
+    before = torch.backends.cuda.matmul.fp32_precision, products._SETTING.fp32_precision
     try:
         if attribute:
             torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -239,5 +240,5 @@ def test_tf32_is_used_if_either_torch_setting_allows_it(attribute):
         assert dot_precision(torch.float32) == ("ieee" if torch.version.hip else "tf32")
         assert dot_precision(torch.bfloat16) == "ieee"
     finally:
-        torch.backends.cuda.matmul.fp32_precision = before
         torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision, products._SETTING.fp32_precision = before

@@ -71,6 +71,7 @@ def test_logits_and_gradients_in_plain_torch(config):
 
 
 @pytest.mark.parametrize("config", CONFIGS[:3:2], ids=lambda config: config.model_type)
+@pytest.mark.quick("qwen3_moe")
 def test_a_model_is_one_graph_of_torch_compile_with_the_same_logits_and_gradients(config):
     """As with transformers' grouped_mm."""
     torch._dynamo.reset()

@@ -12,8 +12,7 @@ from torch._dynamo.utils import counters
 from moe_dualpipe.kernels import fuse as fuse_module
 from moe_dualpipe.kernels.experts import swiglu
 from moe_dualpipe.kernels.fuse import fuse
-from moe_dualpipe.models import ModelConfig, StageOptions, build_model
-from moe_dualpipe.models.config import RECOMPUTE
+from moe_dualpipe.models import RECOMPUTE, ModelConfig, StageOptions, build_model
 from tests.support.pairs import CONFIG, assert_same, gradients, tokens
 
 MLA = {"attention": "mla", "kv_rank": 6, "rope_dim": 4, "value_dim": 5}

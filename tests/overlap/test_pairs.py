@@ -11,8 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_dualpipe.expert_parallel import Link, Local, Loopback
 from moe_dualpipe.models import RECOMPUTE, TransformerStage, next_token_loss
-from moe_dualpipe.overlap import WeightGrads, bind
-from moe_dualpipe.overlap.engine import Engine
+from moe_dualpipe.overlap import Engine, WeightGrads, bind
 from tests.support.delayed import Delayed
 from tests.support.kernels import needs_onednn, small_products_in_onednn
 from tests.support.pairs import OVERLAPPED, assert_same, gradients, run_pair, stage, tokens

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from moe_dualpipe.models import ModelConfig, RouterLayer, StageOptions, attach
+from moe_dualpipe.pipeline import Numerics, Parallel, Pipeline
 from moe_dualpipe.pipeline.labels import step_labels
-from moe_dualpipe.pipeline.pipeline import Pipeline
-from moe_dualpipe.pipeline.settings import Numerics, Parallel
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.schedule import build
 from tests.support.ranks import run_ranks

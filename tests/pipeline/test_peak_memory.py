@@ -34,11 +34,14 @@ AWKWARD = ModelConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name,ranks", [("dualpipe", 4), ("1f1b", 3), ("dualpipev", 2), ("1f1b", 1)])
-@pytest.mark.parametrize("config", [
-    AWKWARD, dataclasses.replace(AWKWARD, tied_embeddings=True), dataclasses.replace(AWKWARD, mtp_layers=1),
+TIED, MTP = dataclasses.replace(AWKWARD, tied_embeddings=True), dataclasses.replace(AWKWARD, mtp_layers=1)
+SPREAD = {"ep": 2, "recompute": "full", "fused_loss": True}
+
+
+@pytest.mark.parametrize("config,name,ranks,options", [
+    (AWKWARD, "dualpipe", 4, SPREAD), (TIED, "dualpipe", 4, {}), (MTP, "1f1b", 3, {"recompute": "norms"}),
+    (TIED, "1f1b", 3, SPREAD), (MTP, "dualpipev", 2, SPREAD), (TIED, "1f1b", 1, {}), (AWKWARD, "1f1b", 1, {}),
 ])  # fmt: skip
-@pytest.mark.parametrize("options", [{}, {"ep": 2, "recompute": "full", "fused_loss": True}, {"recompute": "norms"}])
 def test_ranks_hold_the_parameters_of_their_stages(config, name, ranks, options):
     """Parameters are those of tensors that are built. Replicas share the optimizer state, but divide no tensor."""
     schedule, batch, shape = build(name, ranks, 8), MicroBatch(2, 16, **options), shape_of(config)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from moe_dualpipe.models import ModelConfig, StageOptions
-from moe_dualpipe.pipeline.pipeline import Pipeline
-from moe_dualpipe.pipeline.settings import Numerics
+from moe_dualpipe.pipeline import Numerics, Pipeline
 from moe_dualpipe.runtime.learning_rate import OptimizerConfig
 from moe_dualpipe.schedule import build
 from tests.support.ranks import run_ranks
@@ -109,9 +108,9 @@ def test_other_inputs_are_refused(change, message):
 def different_batches(rank):
     pipeline = pipeline_of(ranks=2)
     messages = []
-    for step in range(102):
-        inputs = torch.zeros(4, 8, dtype=torch.int64)
-        inputs[0, 0] = rank * (step in (0, 50, 100))  # the first step is compared, and every 100th after it
+    for step in (0, 1, 50, 100, 101):  # the first step is compared, and every 100th after it
+        pipeline._num_steps = step
+        inputs = torch.full((4, 8), rank)
         try:
             with torch.no_grad():
                 pipeline.step(inputs, inputs)

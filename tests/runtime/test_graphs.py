@@ -13,15 +13,14 @@ from torch._dynamo.utils import counters
 
 pytest.importorskip("triton")
 
+from moe_dualpipe.expert_parallel import Completed
 from moe_dualpipe.expert_parallel import local as local_backend
-from moe_dualpipe.expert_parallel.protocol import Completed
 from moe_dualpipe.kernels import fuse, products, routing
 from moe_dualpipe.models import ModelConfig, StageOptions
 from moe_dualpipe.overlap import Collective, Comm
 from moe_dualpipe.pipeline import Numerics, Pipeline
-from moe_dualpipe.runtime import graphs
+from moe_dualpipe.runtime import graphs, join_world
 from moe_dualpipe.runtime.compiled import CompiledMicroBatch
-from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training.config import OptimizerConfig
 from tests.machines import emulated_graph

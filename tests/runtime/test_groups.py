@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_dualpipe.runtime import groups
+from moe_dualpipe.runtime import P2P, groups
 from moe_dualpipe.runtime.groups import (
     Nccl,
     build_groups,
@@ -19,7 +19,6 @@ from moe_dualpipe.runtime.groups import (
 )
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.layout import Layout
-from moe_dualpipe.runtime.p2p import P2P
 from moe_dualpipe.schedule import Placement
 from tests.support.ranks import run_ranks
 

@@ -126,7 +126,7 @@ def random_orders(draw):
     return Schedule("random", placement, count, tuple(map(tuple, actions)))
 
 
-@settings(MANY, max_examples=200)
+@settings(MANY, max_examples=80)
 @given(st.data())
 def test_no_order_is_below_the_bound(data):
     schedule = data.draw(random_orders() if data.draw(st.booleans()) else problems().map(lambda problem: problem[0]))

@@ -22,13 +22,13 @@ from moe_dualpipe.schedule import (
     Send,
     add_comms,
     build,
+    grid,
     members,
     receive_early,
     validate,
     validate_transfers,
 )
 from moe_dualpipe.schedule.comms import carried
-from moe_dualpipe.schedule.grid import grid
 from moe_dualpipe.schedule.walk import needs, produces, walk
 from tests.support.schedules import SIZES
 

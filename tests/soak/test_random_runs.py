@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_dualpipe.models import ModelConfig
-from moe_dualpipe.models.config import RECOMPUTE
+from moe_dualpipe.models import RECOMPUTE, ModelConfig
 from moe_dualpipe.schedule.build import NAMES
 from moe_dualpipe.training.config import OptimizerConfig, TrainConfig
 from moe_dualpipe.training.layout_choice import choose

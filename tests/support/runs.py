@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,15 +23,13 @@ import moe_dualpipe
 from moe_dualpipe.commands.train import instruments
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.training import resolve
-from moe_dualpipe.training.config import OptimizerConfig, TrainConfig
+from moe_dualpipe.training import OptimizerConfig, TrainConfig, Trainer, resolve
 from moe_dualpipe.training.console import Console
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.options import Request, all_keys, parse, value_of
 from moe_dualpipe.training.resolve import Run, prepare
 from moe_dualpipe.training.restart import Agreed
 from moe_dualpipe.training.rules import Given
-from moe_dualpipe.training.step import Trainer
 from tests.support import ranks
 
 ROOT = Path(__file__).parents[2]
@@ -193,17 +190,6 @@ def introduction(rank, config):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         Console(trainer.run).introduce(*trainer.count_parameters(), 0.0)
     return out.getvalue()
-
-
-def command(*arguments, processes=1, script="train.py"):
-    """Run a script in a new process, or in several with torchrun."""
-    if processes > 1:
-        return torchrun("--nproc-per-node", processes, script, *arguments, folder=ROOT)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, script, *map(str, arguments)], cwd=ROOT, env=environment, capture_output=True, text=True,
-        timeout=120, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
 
 
 def torchrun(*arguments, folder) -> subprocess.CompletedProcess[str]:

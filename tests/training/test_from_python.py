@@ -28,12 +28,10 @@ from tests.support.runs import (
     SMALL,
     TEXT,
     change,
-    command,
     equal_tensors,
     losses,
     records,
     settings,
-    train_and_listen,
     train_in_memory,
     weights_of,
 )
@@ -45,7 +43,7 @@ OWN_LOOP = ROOT / "examples" / "own_loop.py"
 def run_own_loop():
     """Run the example, on this text and with few steps. Returns its globals."""
     text, variables = OWN_LOOP.read_text(), {"__name__": "__main__"}
-    for left, right in (("STEPS, SEQ_LEN, SIZE, MICRO_BATCHES", "3, 32, 1, 4"), ("SOURCE", repr(TEXT))):
+    for left, right in (("STEPS, SEQ_LEN, SIZE, MICRO_BATCHES", "2, 32, 1, 4"), ("SOURCE", repr(TEXT))):
         text, replaced = re.subn(rf"^{left} = .*$", f"{left} = {right}", text, flags=re.MULTILINE)
         assert replaced == 1, left
     exec(compile(text, OWN_LOOP, "exec"), variables)
@@ -54,7 +52,7 @@ def run_own_loop():
 
 def own_loop_config() -> TrainConfig:
     """The options of train.py that are those of examples/own_loop.py."""
-    return change(settings("nowhere", steps=3, model=preset("tiny")), out=None, optim=OptimizerConfig(warmup_steps=5))
+    return change(settings("nowhere", steps=2, model=preset("tiny")), out=None, optim=OptimizerConfig(warmup_steps=5))
 
 
 def test_runs_from_python_have_the_results_of_the_command_and_write_nothing(tmp_path, monkeypatch, capfd):
@@ -108,29 +106,7 @@ def test_callbacks_change_the_learning_rate():
     found = []
     config = change(own_loop_config(), optim=OptimizerConfig(lr=0.5, warmup_steps=0, final_lr=1.0))
     train(config, [halve, lambda _, record: found.append(record["lr"])], verbose=False)
-    assert found == [0.5, 0.25, 0.125]
-
-
-@pytest.mark.long
-def test_torchrun_trains_and_prints_the_command_that_resumes_the_run(tmp_path):
-    out = tmp_path / "run"
-    done = command("--steps", 3, "--out", out, *SMALL, processes=2)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert re.fullmatch(r"validation loss \d\.\d+ -> \d\.\d+ nats per byte", lines[-1])
-    assert "dualpipe over 2 pipeline x 1 data-parallel ranks, on cpu in float32" in lines
-    assert any(
-        re.fullmatch(r"  stage 1 on pipeline ranks 0 and 1: layer 1 \+ head \(\d\d% of the work\)", s) for s in lines
-    )
-    assert f"saved {out}/checkpoints/step-000003" in lines
-    assert "    | class " in done.stdout
-    assert "loss" in done.stderr
-    assert "tokens/s" in done.stderr
-    (resume,) = [line.removeprefix("to resume: ") for line in lines if line.startswith("to resume: ")]
-    assert re.match(r"\S*torchrun --nproc-per-node 2 train.py ", resume)
-    config = parse_arguments(resume.split("train.py ")[1].split())
-    assert f"resumed from {out}/checkpoints/step-000003, steps 4 to 6" in run_ranks(2, train_and_listen, config)[0]
-    assert list(losses(records(out))) == [1, 2, 3, 4, 5, 6]
+    assert found == [0.5, 0.25]
 
 
 def losses_of_two_runs(rank, config, port):
@@ -238,6 +214,9 @@ def test_callbacks_add_numbers(value):
     (add(1.0, 3), TypeError, "3 is float 1.0"),
     (add(9, "step"), ValueError, "a callback must not change record['step']: it was 1, and is 9"),
     (lambda _, record: record.pop("step"), ValueError, "it was 1, and is None"),
+    *((lambda trainer, _, factor=factor: setattr(trainer, "lr_factor", factor), ValueError,
+       f"trainer.lr_factor must be at {bound}: got {factor}")
+      for factor, bound in ((math.nan, "least 0"), (-1.0, "least 0"), (math.inf, "most 2,147,483,647"))),
     (lambda *_: sys.exit(3), RuntimeError, "a callback must not end its process: use trainer.request_stop()"),
 ])  # fmt: skip
 def test_what_else_a_callback_does_is_one_error(callback, error, message):
@@ -296,16 +275,3 @@ def test_a_callback_in_another_working_directory(tmp_path, expected, monkeypatch
     assert os.getcwd() == str(tmp_path) and not [*(tmp_path / "elsewhere").iterdir()]
     assert len(list_checkpoints(tmp_path / "run" / "checkpoints")) == 3
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("validation_loss") == 2
-
-
-@pytest.mark.parametrize("factor", [math.nan, -1.0, math.inf])
-def test_an_invalid_factor_of_the_learning_rate(factor):
-    steps = []
-
-    def set_factor(trainer, record):
-        steps.append(record["step"])
-        trainer.lr_factor = factor
-
-    with pytest.raises(ValueError, match=rf"^trainer.lr_factor must be at (least 0|most .*): got {factor}$"):
-        numbers(config_of(None), set_factor)
-    assert steps == [1]

@@ -99,24 +99,3 @@ def test_every_rank_copies_what_it_holds_of_given_weights(tmp_path, experts, ran
 
 
 # ---- Errors ----
-
-
-def unequal_batches(rank, config):
-    """The error of a run whose ranks are given different batches, before its first step."""
-
-    def batches(_step):
-        tokens_BS = torch.full((4, 32), rank)
-        return tokens_BS, torch.zeros_like(tokens_BS)
-
-    with pytest.raises(ValueError) as error:
-        make_trainer(rank, config, batches=batches)
-    return str(error.value)
-
-
-def test_batches_that_are_not_the_same_on_all_ranks(tmp_path):
-    config = settings(tmp_path)
-    first, second = run_ranks(2, unequal_batches, config)
-    assert first == second == (
-        "`batches` are not the same on all ranks: those of 1 rank (1) differ from those of rank 0; pass the sequences "
-        "of the whole step on every rank"
-    )  # fmt: skip

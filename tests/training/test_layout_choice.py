@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from moe_dualpipe.models import ModelConfig, split
 from moe_dualpipe.runtime.layout import divisors
 from moe_dualpipe.schedule import NAMES, Costs, ScheduleError, build, fill
-from moe_dualpipe.training import layout_choice
-from moe_dualpipe.training.config import TrainConfig
+from moe_dualpipe.training import TrainConfig, layout_choice
 from moe_dualpipe.training.layout_choice import choose
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.runs import TEXT, change, make_run, options

@@ -384,18 +384,3 @@ def test_a_value_of_another_type_is_one_line(config, line):
     with pytest.raises(ValueError) as error:
         check_options(config())
     assert str(error.value).startswith(line) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("text,line", [
-    ("steps = inf", "--steps must be a whole number: got inf"),
-    ("steps = nan", "--steps must be a whole number: got nan"),
-    ("steps = true", "--steps must be a whole number: got True"),
-    ("[compute]\ncompile = true", "unknown --compile 'True'; choose from: auto, on, off, whole"),
-    ("[compute]\nfused_loss = 1", "--fused-loss must be true or false: got 1"),
-    ("[batch]\ndata = 3", "--data must be a list of texts: got 3"),
-])  # fmt: skip
-def test_a_value_of_another_type_in_a_file_is_one_line(tmp_path, text, line):
-    file = tmp_path / "x.toml"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=f"x.toml: {re.escape(line)}"):
-        parse_arguments([str(file)])

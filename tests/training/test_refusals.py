@@ -14,6 +14,7 @@ from moe_dualpipe.commands.train import main
 from moe_dualpipe.messages import printable
 from moe_dualpipe.models import build_model
 from moe_dualpipe.training import resolve, train
+from moe_dualpipe.training.extensions.fixed_buffers import WAY_OUT
 from moe_dualpipe.training.restart import Agreed
 from tests.support import special_experts
 from tests.support.checkpoints import write_manifest
@@ -150,6 +151,9 @@ def test_a_link_and_a_file_url_are_folders(tmp_path, monkeypatch):
 FILES = {
     "[optim]\nlr = true": "--lr must be a number: got True",
     "steps = 1.5": "--steps must be a whole number: got 1.5",
+    "steps = inf": "--steps must be a whole number: got inf",
+    "steps = true": "--steps must be a whole number: got True",
+    "[compute]\ncompile = true": "unknown --compile 'True'; choose from: auto, on, off, whole",
     "[parallel]\nzero = 1": "parallel.zero must be true or false: got 1",
     "[sample]\nprompt = 3": "--prompt must be text: got 3",
     "freeze = 3": "--freeze must be a list of texts: got 3",
@@ -295,9 +299,26 @@ class PackedScale(torch.nn.Module):
         pass
 
 
+class Late(torch.nn.Module):
+    """Creates a parameter in its first forward."""
+
+    def __init__(self, config, num_local_experts):
+        super().__init__()
+        self.up = torch.nn.Parameter(torch.ones(num_local_experts, config.hidden_size))
+
+    def forward(self, x_MD, expert_offsets):
+        if not hasattr(self, "late"):
+            self.late = torch.nn.Parameter(torch.ones(1))
+        return x_MD * self.late
+
+
 MIXED = (
     "--freeze matches layers.1.mlp.experts.gate_up.1, but not layers.1.mlp.experts.gate_up.0, which is in the same "
     "parameter: use 'layers.1.mlp.experts.gate_up.*' for all"
+)
+UNEQUAL = (
+    "`batches` are not the same on all ranks: those of 1 rank (1) differ from those of rank 0; pass the sequences of "
+    "the whole step on every rank"
 )
 MOVES = {"pp": 1, "ep": 2, "move_experts_every": 1}
 LAYERS = [
@@ -310,15 +331,22 @@ LAYERS = [
      "stages.1.weight.2 has shape [32, 32] in a layer with experts 2-3, and no tensor in one with"),
     (with_experts(f"{__name__}:PackedScale") | MOVES, "share layers.1.mlp.experts.scale, so they cannot move to other"),
     (with_experts(str(ROOT / "examples/layers/widths.py:WideOrNarrow")) | MOVES, "are built for their ids, so they c"),
+    (with_experts(f"{__name__}:Late") | {"recompute": "attention"},
+     "layers.1.mlp.experts.late was created after the optimizer was built: create it"),
+    (with_experts("RunningExperts"), f"the forward changes the buffer layers.1.mlp.experts.scale: {WAY_OUT}"),
 ]  # fmt: skip
 
 
-def trainer_errors(rank, starts):
-    """The error of each start with these options and weights."""
+def unequal_batches(_step):
+    return torch.full((4, 32), torch.distributed.get_rank()), torch.zeros(4, 32, dtype=torch.int64)
+
+
+def errors_until_a_step(rank, starts):
+    """The error of each start with these options and weights or batches, or of its first step."""
     found = []
-    for config, weights in starts:
-        with pytest.raises(ValueError) as error:
-            make_trainer(rank, config, weights=weights)
+    for config, given in starts:
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            make_trainer(rank, config, **given).step(0)
         found.append(str(error.value))
     return found
 
@@ -337,87 +365,55 @@ def given_weights():
     ]  # fmt: skip
 
 
-class Late(torch.nn.Module):
-    """Creates a parameter in its first forward."""
-
-    def __init__(self, config, num_local_experts):
-        super().__init__()
-        self.up = torch.nn.Parameter(torch.ones(num_local_experts, config.hidden_size))
-
-    def forward(self, x_MD, expert_offsets):
-        if not hasattr(self, "late"):
-            self.late = torch.nn.Parameter(torch.ones(1))
-        return x_MD * self.late
-
-
-def step_errors(rank, configs):
-    found = []
-    for config in configs:
-        trainer = make_trainer(rank, config)
-        with pytest.raises(RuntimeError) as error:
-            trainer.step(0)
-        found.append(str(error.value))
-    return found
-
-
-def test_what_cannot_be_built_is_one_line_on_all_ranks(tmp_path):
-    layers = [(settings(tmp_path / str(i), **{"seq_len": 16} | one), None) for i, (one, _) in enumerate(LAYERS)]
+def test_what_cannot_be_built_or_trained_is_one_line_on_all_ranks(tmp_path):
+    layers = [(settings(tmp_path / str(i), **{"seq_len": 16} | one), {}) for i, (one, _) in enumerate(LAYERS)]
     weights, config = given_weights(), settings(tmp_path, schedule="1f1b")
-    first, second = run_ranks(2, trainer_errors, [*layers, *((config, given) for given, _ in weights)])
+    given = [{"batches": unequal_batches}, *({"weights": one} for one, _ in weights)]
+    first, second = run_ranks(2, errors_until_a_step, [*layers, *((config, one) for one in given)])
     assert first == second
-    for found, (_, line) in zip(first, [*LAYERS, *weights], strict=True):
+    for found, (_, line) in zip(first, [*LAYERS, ({}, UNEQUAL), *weights], strict=True):
         assert line in found and "\n" not in found, found
 
 
-def test_a_parameter_made_in_forward_and_a_changed_buffer_end_the_first_step(tmp_path):
-    models = with_experts(f"{__name__}:Late"), with_experts("RunningExperts")
-    configs = [settings(tmp_path, recompute="attention", **model) for model in models]
-    late, changed = (pair[0] for pair in zip(*run_ranks(2, step_errors, configs), strict=True) if len({*pair}) == 1)
-    assert late.startswith("layers.1.mlp.experts.late was created after the optimizer was built: create it")
-    assert changed.startswith("the forward changes the buffer layers.1.mlp.experts.scale: replicas of the layer see ")
-    assert "Compute the value anew in each forward" in changed and "\n" not in changed
+GRAPHS, WHOLE = "compute.cuda_graphs=true model.experts_per_token=1 --kernels triton", "--compile whole"
+NOT_ONE_CALL = [
+    (2, f"--set {GRAPHS}", "cuda_graphs is for one process: got 2; use compute.cuda_graphs=false"),
+    (1, f"--set {GRAPHS} --kernels reference",
+     "cuda_graphs needs kernels without host syncs: got --kernels reference; use --kernels triton"),
+    (1, f"--set {GRAPHS} --router tests.support.own_layers:PlainRouter",
+     "cuda_graphs cannot contain your own router: use compute.cuda_graphs"),
+    (1, f"--set model.z_loss=1e-3 {GRAPHS}", "cuda_graphs cannot count z_loss: use factors of 0, or compute.cuda_gra"),
+    (1, f"--set model.mtp_layers=1 {GRAPHS}", "cuda_graphs cannot count the MTP loss: use model.mtp_layers=0, or com"),
+    (1, f"--set {GRAPHS} --profile 2",
+     "cuda_graphs runs no schedule to profile: use --profile 0, or compute.cuda_graphs=false"),
+    (1, f"{WHOLE} --set compute.cuda_graphs=true",
+     "--compile whole and cuda_graphs exclude each other: use compute.cuda_graphs=false"),
+    (1, f"{WHOLE} --recompute norms",
+     "--compile whole saves what torch.compile chooses: use --recompute none, or --compile on"),
+    (1, f"{WHOLE} --set compute.fp8=experts",
+     "--compile whole cannot trace products in FP8: use compute.fp8=off, or --compile on"),
+    (1, f"{WHOLE} --fused-loss",
+     "--compile whole cannot trace the loss in blocks: use compute.fused_loss=false, or --compile on"),
+    (2, WHOLE, "--compile whole is for one process: got 2; use --compile on"),
+    (1, f"{WHOLE} --experts tests.support.special_experts:ScaledExperts",
+     "--compile whole cannot contain your own experts: use --compile"),
+    (1, f"{WHOLE} --set model.sequence_loss=1e-3",
+     "--compile whole cannot count sequence_loss: use factors of 0, or --compile on"),
+    (1, f"{WHOLE} --set batch.record_routes=routes",
+     "--compile whole cannot look up routes: leave out record_routes and replay_routes, or"),
+]  # fmt: skip
 
 
-def test_cuda_graphs_are_refused_where_they_cannot_be_captured(monkeypatch, tmp_path):
+def test_what_one_call_cannot_contain_is_neither_captured_nor_compiled_as_a_whole(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Unheard-of")
     monkeypatch.setattr(resolve, "agree", lambda folder, *_: Agreed(folder))
-    graphs = ["--set", "compute.cuda_graphs=true", "model.experts_per_token=1", "--kernels", "triton"]
-    make_run(graphs)
-    for processes, arguments, reason in [
-        (2, "", "is for one process: got 2; use compute.cuda_graphs=false"),
-        (1, "--kernels reference", "needs kernels without host syncs: got --kernels reference; use --kernels triton"),
-        (1, "--router tests.support.own_layers:PlainRouter", "cannot contain your own router: use compute.cuda_graphs"),
-        (1, "--set model.z_loss=1e-3", "cannot count z_loss: use factors of 0, or compute.cuda_graphs=false"),
-        (1, "--set model.mtp_layers=1", "cannot count the MTP loss: use model.mtp_layers=0, or compute.cuda_graphs"),
-        (1, "--profile 2", "runs no schedule to profile: use --profile 0, or compute.cuda_graphs=false"),
-    ]:
-        with pytest.raises(ValueError, match=f"^cuda_graphs {re.escape(reason)}"):
-            make_run([*graphs, *arguments.split()], 0, processes)
-
-
-def test_whole_micro_batches_are_compiled_only_if_they_can_be_traced(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(resolve, "agree", lambda folder, *_: Agreed(folder))
-    whole = ["--compile", "whole"]
-    make_run(whole)
-    for processes, arguments, reason in [
-        (1, "--set compute.cuda_graphs=true", "and cuda_graphs exclude each other: use compute.cuda_graphs=false"),
-        (1, "--recompute norms", "saves what torch.compile chooses: use --recompute none, or --compile on"),
-        (1, "--set compute.fp8=experts", "cannot trace products in FP8: use compute.fp8=off, or --compile on"),
-        (1, "--fused-loss", "cannot trace the loss in blocks: use compute.fused_loss=false, or --compile on"),
-        (2, "", "is for one process: got 2; use --compile on"),
-        (
-            1,
-            "--experts tests.support.special_experts:ScaledExperts",
-            "cannot contain your own experts: use --compile",
-        ),
-        (1, "--set model.sequence_loss=1e-3", "cannot count sequence_loss: use factors of 0, or --compile on"),
-        (1, "--set batch.record_routes=routes", "cannot look up routes: leave out record_routes and replay_routes, or"),
-    ]:
-        with pytest.raises(ValueError, match=f"^--compile whole {re.escape(reason)}"):
-            make_run([*whole, *arguments.split()], 0, processes)
+    for gpus, arguments in ((2, f"--set {GRAPHS}"), (0, WHOLE)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        make_run(arguments.split())
+        for processes, more, reason in (row for row in NOT_ONE_CALL if (WHOLE in row[1]) == (arguments == WHOLE)):
+            with pytest.raises(ValueError, match=f"^{re.escape(reason)}"):
+                make_run(more.split(), 0, processes)
 
 
 @pytest.mark.parametrize("layer,code,problem", [

@@ -12,11 +12,10 @@ from moe_dualpipe.checkpoint import list_checkpoints
 from moe_dualpipe.runtime.groups import leave_store
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.versions import other_versions
-from moe_dualpipe.training import restart
+from moe_dualpipe.training import Trainer, restart
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.restart import agree
 from moe_dualpipe.training.run import _open_folder
-from moe_dualpipe.training.step import Trainer
 from tests.support.checkpoints import write_manifest
 from tests.support.pretended_machines import pretend
 from tests.support.ranks import run_ranks

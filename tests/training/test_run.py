@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.distributed import DistError
 
-from moe_dualpipe.expert_parallel import Local
-from moe_dualpipe.expert_parallel.backend import ChosenBackend
+from moe_dualpipe.expert_parallel import ChosenBackend, Local
 from moe_dualpipe.expert_parallel.labels import is_for_experts
 from moe_dualpipe.kernels.products import in_onednn
 from moe_dualpipe.models import build_model

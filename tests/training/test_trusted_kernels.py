@@ -8,8 +8,7 @@ pytest.importorskip("triton")
 from moe_dualpipe.kernels.self_test import SelfTest
 from moe_dualpipe.models import StageOptions
 from moe_dualpipe.pipeline import Numerics
-from moe_dualpipe.training import step
-from moe_dualpipe.training.config import ComputeConfig, TrainConfig
+from moe_dualpipe.training import ComputeConfig, TrainConfig, step
 from tests.support.kernels import DEVICE
 
 

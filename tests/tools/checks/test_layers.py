@@ -110,7 +110,7 @@ CORRECT = [
 ])  # fmt: skip
 @pytest.mark.quick(
     "experts swiglu 4", "experts Shares 4", "experts DropoutExperts 4", "experts ScaledExperts 4", "router topk 1",
-    "router Skips 4", "attention gqa 4", "attention Scaled 4", "block prenorm 20", "block prenorm 1",
+    "router Skips 4", "attention gqa 4", "attention Scaled 4", "block prenorm 20",
 )  # fmt: skip
 def test_a_correct_layer_breaks_no_law(kind, layer, sizes, skipped):
     report = check(kind, layer, **sizes)
@@ -380,7 +380,7 @@ WRONG = {
 KINDS = {"router": TopK, "attention": (WithoutCache, BuiltIn), "block": ParallelBlock}
 SLOW = {
     "wrong at 129", "5% off", "row-major", "unused", "doubled", "input cut off", "the next expert", "bias on ranks",
-    "ignores weights", "the length", "ignores the mask", "keeps its attention",
+    "ignores weights", "the length", "ignores the mask", "keeps its attention", "straight", "few sequences",
 }  # fmt: skip
 """Mistakes that take long to find, each beside another one that breaks the same law."""
 

@@ -9,9 +9,8 @@ import pytest
 from moe_dualpipe.overlap.pair_time import pair_seconds
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.tools.planner import Workload, layout_of, load_device, read_shape
-from moe_dualpipe.tools.planner.device import gather
 from moe_dualpipe.tools.planner.routing import MeasuredLoads, all_to_all, rows_sent
-from moe_dualpipe.tools.planner.segment_times import ALL, EFFECTS, TENSOR_EXPOSED, Clock, head_seconds, layer_seconds
+from moe_dualpipe.tools.planner.segment_times import ALL, EFFECTS, Clock, head_seconds, layer_seconds
 from moe_dualpipe.tools.planner.stages import memory_of
 from moe_dualpipe.tools.planner.step import (
     OVERLAP,
@@ -166,20 +165,6 @@ def test_overlap_on_one_rank_hides_its_share_of_what_the_order_allows():
 # ---- Segments ----
 
 
-@pytest.mark.parametrize("load,layout,part,rows", [
-    (DENSE, {"tp": 4}, "attn_f", 2 * TENSOR_EXPOSED), (DENSE, {"tp": 4}, "mlp_f", 2 * TENSOR_EXPOSED),
-    (LOAD, {"tp": 4, "ep": 1}, "mlp_f", 2 * 8), (LOAD, {"tp": 4}, "mlp_f", 0),
-])  # fmt: skip
-def test_tensor_parallel_ranks_gather_and_scatter_rows(load, layout, part, rows):
-    """A row of each token, of which products hide a part; of each choice, where they divide experts; and none where
-    dispatch brings the rows of whole experts."""
-    load = changed(load, layout)
-    layer = load.shape.layers[0]
-    one, without = (layer_seconds(load, layer, on) for on in (ALL, ALL - {"tensor transfers"}))
-    more = getattr(one, part) - getattr(without, part)
-    assert more == pytest.approx(rows * gather(H100, 2 * 4096 * load.shape.hidden, 4, 1))
-
-
 def test_a_narrow_head_has_as_many_exponentials_as_a_wide_one():
     """So the same FLOPs in heads of 64 take longer than in heads of 128, but less than twice as long."""
     layer, seconds = DENSE.shape.layers[0], []
@@ -247,29 +232,7 @@ def test_experts_in_fp8_round_rows_in_each_micro_batch_and_weights_in_each_step(
     assert step_of(fp8).optimizer - step_of(plain).optimizer == pytest.approx(2 * 3 * weights / H100.passes)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_inputs_of_products_in_8_bits_are_read_and_written_twice(precision):
-    """Llama 3: rows of 4,096, an MLP of 14,336. Rounding a number to 8 bits moves 4 bytes."""
-    load = changed(DENSE, precision=precision)
-    with_memory, without = (layer_seconds(load, load.shape.layers[0], frozenset(on)) for on in ({"memory"}, ()))
-    casts = {"bf16": 0, "fp8": 4}[precision]
-    attention = 2 * (5 * 4096 + 2 * (4096 + 2 * 1024 + 4096)) + casts * (4096 + 4096)
-    mlp = 2 * (5 * 4096 + 3 * 14336) + casts * (4096 + 14336)
-    seconds_of_byte = 4096 / H100.passes
-    assert with_memory.attn_f - without.attn_f == pytest.approx(attention * seconds_of_byte)
-    assert with_memory.mlp_f - without.mlp_f == pytest.approx(mlp * seconds_of_byte)
-
-
 # ---- The pipeline ----
-
-
-def test_a_message_between_stages_has_a_row_for_each_token():
-    """One micro-batch passes the network twice: forward, and backward. Nothing else uses it here."""
-    load = changed(DENSE, {"gpus": 16, "pp": 2}, global_batch=8, schedule="gpipe")
-    slow = changed(load, device=dataclasses.replace(H100, network=dataclasses.replace(H100.network, bandwidth=1e9)))
-    message = 2 * 4096 * 4096  # bytes
-    wanted = 2 * (message / (1e9 * H100.network.share) - message / (H100.network.bandwidth * H100.network.share))
-    assert step_of(slow).seconds - step_of(load).seconds == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb1p", "zbv", "dualpipe", "dualpipev"])

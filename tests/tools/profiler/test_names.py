@@ -13,7 +13,6 @@ from moe_dualpipe.tools.profiler.categories import (
     ROWS,
     category_of,
     category_of_kernel,
-    words,
 )
 from moe_dualpipe.tools.profiler.communication import LIBRARIES, NAMES, Names, function_name, kind_of_collective
 from moe_dualpipe.tools.profiler.kernel_names import short_name, shortened
@@ -304,15 +303,6 @@ def test_communication_and_copies_are_told_by_their_kind():
     }.items():  # fmt: skip
         event = DeviceEvent(name, "gpu_memcpy" if "Memcpy" in name else "kernel", 0, 1, "0", "7", None, 0)
         assert category_of(event, NAMES.kind_of(event)) == category
-
-
-@pytest.mark.parametrize(("name", "found"), [
-    ("cunn_SoftMaxForward", "cunn soft max forward"), ("fmhaSm100aKernel_QkvE4m3", "fmha sm 100 a kernel qkv e 4 m 3"),
-    ("FusedAddRMSNormKernel", "fused add rms norm kernel"), ("gemv2T_kernel_val", "gemv 2 t kernel val"), ("", ""),
-    ("CUDAFunctor_add<float>", "cuda functor add float"),
-])  # fmt: skip
-def test_words_of_a_name(name, found):
-    assert words(name) == found
 
 
 def test_each_category_of_kernels_has_a_color():
