@@ -38,13 +38,16 @@ class AttentionLayer(nn.Module):
                  positions, and attend to all positions. Without this parameter, the cache stores the inputs, and each
                  new token recomputes all positions: correct for any causal layer, but slow for long texts.
 
-    With `--cp`, a rank has only its own positions, and `context` is set (context_parallel.py). Then the block calls
+    With `--cp`, x_BSD has two slices of each sequence that are not adjacent, and `context` is set
+    (context_parallel.py). Then the block calls two methods in place of `forward`, and gathers what the first one
+    returns after the queries:
 
         def project(self, x_BSD): ...                   # returns queries, and tensors [..., S, C] of these positions
-        def attend(self, queries, *keys): ...           # with those of all positions, [..., L, C]; returns y_BSD
+        def attend(self, queries, *keys): ...           # these tensors for all positions, [..., L, C]; returns y_BSD
 
-    in place of `forward`, and yields the transfer `context.gather` of the tensors in between. `attend` may have the
-    parameter mask_B1SS, here [B, 1, S, L]; sdpa.py has `attend_slices`. Without these methods, `--cp` is an error.
+    `self.rotary.table(..., context=self.context)` has the angles of the S positions, and `self.context.cut` selects
+    them from L. `attend_slices` (sdpa.py) is causal attention for them. `attend` may have the parameter mask_B1SS, here
+    [B, 1, S, L]. Without these methods, `--cp` is an error.
 
     `models.layers.Linear` defers its weight gradients; other modules compute them together with the input gradients.
 

@@ -47,7 +47,8 @@ class BlockLayer(Segmented):
     have the parameter `rows_B`, to pass to `MoE.route` or `MoE.segments`: a batch with padding needs it.
 
     With `--cp`, x_BSD has the positions of this rank, and `stage_options.context` is the `Context` of the ranks that
-    share its sequences (context_parallel.py). A class that gathers what its attention needs sets `gathers_keys`.
+    share its sequences (context_parallel.py), otherwise None. A class that gathers what its attention needs sets
+    `gathers_keys`; subclasses do not inherit it.
     """
 
     gathers_keys: bool = False
@@ -153,10 +154,10 @@ class Block(BlockLayer):
 
 
 def _set_context(attention: nn.Module, context: Context) -> None:
-    """Raises ValueError for attention that needs all positions of a sequence."""
+    """Raises ValueError for attention without `project` and `attend`."""
     if not (hasattr(attention, "project") and hasattr(attention, "attend")):
         raise ValueError(
-            f"{type(attention).__name__} attends to positions that other ranks hold with --cp {context.size}: define "
+            f"with --cp {context.size}, {type(attention).__name__} needs positions that other ranks hold: define "
             "project(x_BSD) and attend(queries, *keys), between which the block gathers keys (AttentionLayer), or use "
             "--cp 1"
         )
@@ -164,12 +165,12 @@ def _set_context(attention: nn.Module, context: Context) -> None:
 
 
 def check_context(block: nn.Module, context: Context | None) -> None:
-    """Raise ValueError for a block that does not say that it gathers keys. A derived class says so itself."""
+    """Raise ValueError for a block that does not say that it gathers keys. Subclasses do not inherit it."""
     if context is not None and not vars(type(block)).get("gathers_keys", False):
         raise ValueError(
-            f"{type(block).__name__} may need positions that other ranks hold with --cp {context.size}: yield "
-            'Comm("keys", stage_options.context.gather, k, v) before its attention, and set gathers_keys = True in the '
-            "class (BlockLayer); or use --cp 1"
+            f"with --cp {context.size}, {type(block).__name__} may need positions that other ranks hold: yield "
+            'Comm("keys", stage_options.context.gather, k, v), of tensors [..., S, C], before its attention, and set '
+            "gathers_keys = True in the class (BlockLayer); or use --cp 1"
         )
 
 

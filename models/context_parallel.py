@@ -1,8 +1,9 @@
 """Context parallelism: cp ranks share each sequence, and every layer but attention works on a rank's own positions.
 
 A sequence is divided into 2 cp slices. Rank i holds slices i and 2 cp - 1 - i ("zigzag"), so all ranks have the same
-work in causal attention. Before attention, the keys of all ranks are gathered: a transfer between two segments, which
-hides behind the other chunk like every other. In backward, each rank gets the sum of the gradients of its own keys.
+work in causal attention. Before attention, the keys and values of all ranks are gathered: a transfer between two
+segments, which hides behind the other chunk like every other. In backward, each rank gets the sum of the gradients of
+its own keys.
 
 S positions of a sequence, s = S / cp positions of a rank, C width, N ranks, P numbers in a message.
 """
@@ -27,8 +28,8 @@ KEYS = "keys"
 class Context:
     """The place of this rank among those that share its sequences, and their transfers.
 
-    group: the ranks, in order. `gather` takes tensors [..., s, C] of one dtype, and returns them with the positions of
-    all ranks, [..., S, C], in the order of the sequence. Its dual sums over ranks, in fp32 at least.
+    group: the ranks, in order. gather: a Collective of tensors [..., s, C] of one dtype; it returns them with the
+    positions of all ranks, [..., S, C], in the order of the sequence. Its dual sums over ranks, in fp32 at least.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -45,11 +46,11 @@ class Context:
         return torch.cat([parts[i] for i in self.slices], dim)
 
     def join(self, x: Tensor) -> Tensor:
-        """The reverse of `cut` along the last but one dimension. Collective."""
+        """The reverse of `cut` along the last but one dimension. All ranks must call it."""
         return self._gather(x).wait()[0]
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of the tensors `x` of all ranks."""
+        """The sum of the tensors `x` of all ranks. All ranks must call it."""
         total = x.clone()
         dist.all_reduce(total, group=self.group)
         return total
@@ -96,7 +97,7 @@ class Context:
 
 @contextmanager
 def without_context(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside this context, each rank computes whole sequences, as generation does."""
+    """In the `with` block, each rank computes whole sequences, as in generation."""
     found = [each for module in modules for each in module.modules() if getattr(each, "context", None) is not None]
     contexts = [module.context for module in found]
     try:

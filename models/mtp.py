@@ -52,10 +52,11 @@ class MTPBatch(NamedTuple):
 def targets(
     modules: int, labels_BS: Tensor, tokens_BS: Tensor | None = None, context: Context | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """For module k, the tokens t_{i+k} that it combines, and its labels t_{i+k+1}, of all i that have one, [B, S - k].
+    """For module k, its input tokens t_{i+k} and labels t_{i+k+1}, for each i that has them, [B, S - k].
 
-    tokens_BS: the inputs of the model, whose tokens are embedded where a label is ignored. context: return those of the
-    positions of this rank; the last k of the sequence have labels of -100. Raises ValueError for short sequences.
+    labels_BS, tokens_BS: of whole sequences. tokens_BS: the inputs of the model, whose tokens are embedded where a
+    label is ignored. context: return only this rank's positions, [B, s]; the last k of a sequence have labels of -100.
+    Raises ValueError for short sequences.
     """
     if (length := labels_BS.shape[1]) <= modules:
         raise ValueError(

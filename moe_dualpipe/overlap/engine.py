@@ -12,13 +12,13 @@ its work is done. So a transfer starts as soon as its input exists, and then the
 complete at once, there is nothing to hide, and its lane continues. Both devices run computations in the same
 order, and transfers in the same order.
 
-A transfer of keys before attention (models/context_parallel.py) makes three transfers of a layer. By the same rule,
+With keys gathered before attention (models/context_parallel.py), a layer has three transfers. By the same rule,
 
     dispatch(B) | mlp(W), qkv(F), attn(B), keys(F), keys(B), attn(W), attn(F), qkv(B), dispatch(F), combine(B), qkv(W),
     mlp(F), mlp(B), combine(F), dispatch(B) |
 
-The forward begins one transfer later (`Comm.opens`). So keys, the longest transfer, run behind the attention of the
-other chunk. Otherwise they would run behind mlp, and combine behind qkv, which are short.
+The forward begins one transfer later (`Comm.opens`). So keys run behind the attention of the other chunk. Otherwise
+they would run behind mlp, and combine behind qkv, which is short.
 
 With `WeightGrads.late`, mlp(W) runs after mlp(F), so that combine(F) starts earlier. This is faster where attention is
 short, or combine is long.

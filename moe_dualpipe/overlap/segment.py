@@ -81,11 +81,11 @@ class Compute(_Segment):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A transfer and its transpose, such as all-gather and reduce-scatter, or dispatch and combine.
+    """A transfer and its dual, the transposed one, such as all-gather and reduce-scatter, or dispatch and combine.
 
     `start(*inputs) -> Transfer`, and `dual(*output_grads) -> Transfer`, which returns the gradients of the inputs. Both
-    run without autograd. joint: other ranks take part, so the transfer back runs even if no input of this rank needs a
-    gradient: what precedes may be frozen only on this rank.
+    run without autograd. joint: other ranks take part, and may need the dual. So it runs even if no input of this rank
+    needs a gradient.
     """
 
     start: Callable[..., Transfer]
@@ -100,8 +100,8 @@ class Collective:
 class Comm(_Segment):
     """Start a transfer of the inputs. The generator continues immediately, with a `CommResult`; backward runs the dual.
 
-    hide: what may run behind the transfer and behind its dual, beside the other chunk's computation. "weights":
-    deferred weight gradients. "": on a GPU, they are queued before it. opens: whether the first segments of another
+    hide: what else may run behind the transfer and its dual. "weights": deferred weight gradients. "": none; on a GPU,
+    they are queued first, unless the other chunk's transfer hides them. opens: whether the first segments of another
     chunk's forward may run behind the dual. Otherwise they wait for the next transfer.
     """
 
@@ -123,7 +123,7 @@ class Comm(_Segment):
 
 
 class Weights(_Segment):
-    """The weight gradients of a Compute, deferred. The engine decides when it runs. drop: forget them instead."""
+    """The weight gradients of a Compute, deferred. The engine decides when they run. drop: forget them instead."""
 
     __slots__ = ("drop",)
 

@@ -41,11 +41,11 @@ def step_labels(
     labels_RS: Tensor, ignored_RS: Tensor | None, micro_batch: int, layout: Layout, depths: int,
     num_labels: float | None = None, context: Context | None = None,
 ) -> StepLabels:  # fmt: skip
-    """What `labels_RS` say, which are those of whole sequences. context: this rank runs its positions of them.
+    """What `labels_RS`, of whole sequences, say. context: this rank runs only its positions of them.
 
-    ignored_RS: further labels to ignore, which do not make padding. micro_batch: its number of sequences.
+    ignored_RS: further labels to ignore, but not as padding. micro_batch: its number of sequences.
     num_labels: the number of labels of depth 0 on all data-parallel ranks; None: count them. Raises ValueError, on all
-    ranks, if there are none. Collective unless all labels of all ranks count.
+    ranks, if there are none. Collective unless `num_labels` counts every label, and there is no context or depth.
     """
     sequences, length = labels_RS.shape
     count, cut = sequences // micro_batch, context.cut if context else lambda x_RS: x_RS

@@ -11,9 +11,9 @@ from ..messages import plural
 class Layout:
     """Parallel degrees, and the place of one rank among them.
 
-    pp: ranks that share the layers. dp: ranks that divide the sequences. cp: ranks that share each sequence. ep: ranks
-    that share the experts of a layer, of the dp x cp with copies of the others. chunks: stages of a pipeline rank, for
-    schedules with a choice; None: the schedule's default. tp: ranks that share each matrix; only the planner has them.
+    pp: ranks that share the layers. dp: ranks that divide the sequences. cp: ranks that share each sequence. ep: ranks,
+    of the dp x cp with the same layers, that share the experts of each. chunks: stages of a pipeline rank, for
+    schedules with a choice; None: the schedule's default. tp: ranks that share each matrix; only the planner uses it.
 
     rank = (pipeline rank x dp + data-parallel rank) x cp + context rank.
     """
@@ -41,7 +41,7 @@ class Layout:
 
     @property
     def replica(self) -> int:
-        """The place among those ranks."""
+        """The index among the `replicas`."""
         return self.rank % self.replicas
 
     @property
@@ -73,10 +73,10 @@ def check_ep(ep: int, num_experts: int, dp: int | None = None, ranks: str = "") 
 
 
 def check_cp(cp: int, replicas: int) -> None:
-    """Raise ValueError, with the nearest that does, unless `cp` divides the ranks of a stage."""
+    """Raise ValueError, with the nearest that does, unless `cp` divides `replicas`, processes / pp."""
     if replicas % cp:
         use = min(divisors(replicas), key=lambda n: abs(n - cp))
-        raise ValueError(f"--cp {cp} does not divide {plural(replicas, 'rank')} with the same layers: use --cp {use}")
+        raise ValueError(f"--cp {cp} does not divide {replicas}, processes / --pp: use --cp {use}")
 
 
 def divisors(number: int) -> list[int]:

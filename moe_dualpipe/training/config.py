@@ -28,10 +28,9 @@ class ParallelConfig:
     """How the work is divided over processes."""
 
     pp: int | None = None
-    """Number of pipeline ranks. None: processes / ep, or / cp if that is larger."""
+    """Number of pipeline ranks. None: processes / the least common multiple of ep and cp."""
     ep: int = 1
-    """Number of ranks that share the experts of a layer. Must divide the number of experts, and that of ranks of a
-    stage."""
+    """Number of ranks that share the experts of a layer. Must divide the number of experts, and processes / pp."""
     cp: int = 1
     """Number of ranks that share each sequence. --seq-len must be a multiple of twice this number."""
     ep_backend: EpBackend = "auto"

@@ -24,6 +24,7 @@ from ..kernels.fp8 import RECIPES
 from ..messages import LARGEST, Rule, check_range, printable, quoted, refuse
 from ..models import check_layers
 from ..models.auxiliary_losses import loss_factors
+from ..models.context_parallel import check_context
 from ..pipeline.settings import Numerics
 from ..runtime.learning_rate import decay_steps
 from .config import CheckpointConfig, TrainConfig
@@ -68,6 +69,7 @@ def check_options(config: TrainConfig, given: Given = NOTHING_GIVEN) -> None:
         for option in options.split():
             if (value := value_of(config, option)) is not None:
                 check_range(option_name(option), value, low, high)
+    check_context(config.parallel.cp, config.batch.seq_len)
     config.sample.sampling()  # raises ValueError
     refuse(option_rules(config))
     refuse(given_rules(config, given))

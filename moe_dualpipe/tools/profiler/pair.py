@@ -68,7 +68,8 @@ class PairWorkload:
         if mode != "decode" and tokens % seq:
             raise ValueError(f"--tokens {tokens} must be a multiple of --seq-len {seq}: use {-(-tokens // seq) * seq}")
         if cp > 1 and (mode == "decode" or device.type != "cpu"):
-            raise ValueError(f"--cp {cp} needs --mode train or prefill on a CPU; on GPUs, use train.py --cp --profile")
+            where = f"on GPUs, use train.py --profile 4 --cp {cp}"
+            raise ValueError(f"--cp {cp} needs --mode train or prefill on a CPU: use --device cpu; {where}")
         check_context(cp, seq)
         if fp8 != "off" and (fault := Fp8Recipe().kernels_fault(device)):
             raise ValueError(f"--fp8 {fp8} {fault.partition(':')[0]}: use --fp8 off")
