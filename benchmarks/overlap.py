@@ -25,6 +25,7 @@ from torch import Tensor
 from moe_dualpipe.command_line import program_options
 from moe_dualpipe.expert_parallel import Completed, Link, Loopback
 from moe_dualpipe.models import RECOMPUTE, ModelConfig, StageOptions, TransformerStage, build_model, next_token_loss
+from moe_dualpipe.models.context_parallel import LoopbackContext
 from moe_dualpipe.overlap import Collective, Comm, Compute, Engine, Segmented, Segments, in_layer
 
 from .common import full_range, ratios, table, take_turns
@@ -46,6 +47,8 @@ class Options:
     """The part to run."""
     rounds: int = 9
     """Rounds. In each, every case runs once."""
+    cp: int = 1
+    """For link: context-parallel ranks, each with the positions of this one."""
     ratios: tuple[float, ...] = (0.25, 0.5, 0.7, 1.0, 2.0, 4.0)
     """Ratios of communication to computation time."""
 
@@ -65,9 +68,10 @@ def two_micro_batches() -> Tensor:
 class Pair:
     """The forward of one micro-batch and the backward of another on one stage, over a modeled link."""
 
-    def __init__(self, recompute: Any = "none") -> None:
+    def __init__(self, recompute: Any = "none", cp: int = 1) -> None:
         self.ep = Loopback(MODEL.num_experts, RANKS)
-        self.model = build_model(MODEL, self.ep, options=StageOptions(recompute=recompute))
+        context = LoopbackContext(cp, self.ep) if cp > 1 else None
+        self.model = build_model(MODEL, self.ep, options=StageOptions(recompute=recompute, context=context))
         self.x, self.y = two_micro_batches()
         self.prepared_bytes = 0
 
@@ -97,8 +101,9 @@ def ms(seconds: float) -> str:
 def link_part(options: Options) -> None:
     """Time over the modeled link, from fast to slow."""
     tokens = SEQUENCES * LENGTH
-    print(f"## Modeled link: one of {RANKS} ranks, {MODEL.num_layers} MoE layers, {tokens} tokens per micro-batch\n")
-    pair, rows = Pair(), list[list[str]]()
+    ranks = f"one of {RANKS} ranks, cp {options.cp}"
+    print(f"## Modeled link: {ranks}, {MODEL.num_layers} MoE layers, {tokens} tokens per micro-batch\n")
+    pair, rows = Pair(cp=options.cp), list[list[str]]()
     free = partial(pair.overlapped, Link())
     free()
     num_bytes = pair.ep.bytes_sent - pair.prepared_bytes

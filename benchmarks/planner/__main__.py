@@ -19,7 +19,6 @@ from .ratios import ratio_errors
 from .rows import read_rows
 
 OWN = Path(__file__).parents[1] / "published_runs"
-CONTEXT = "cp > 1"
 TITLES = {
     "new family": "Families of models left out, one after the other",
     "known family": "Only the runs of a family on one GPU left out, one GPU after the other",
@@ -49,11 +48,13 @@ def main() -> None:
 def report(scores: Sequence[Score]) -> str:
     """A table by family, of the runs with context parallelism, and of all."""
     lines = []
-    for family in (*sorted({one.point.row.family for one in scores}), CONTEXT, "all"):
+    for family in (*sorted({one.point.row.family for one in scores}), "cp > 1", "all"):
         own = [
             one for one in scores
-            if family in (one.point.row.family, "all") or (family == CONTEXT and one.point.row.load.layout.cp > 1)
+            if family in (one.point.row.family, "all") or (family == "cp > 1" and one.point.row.load.layout.cp > 1)
         ]  # fmt: skip
+        if not own:
+            continue
         votes, mean, median, inside, slow = summary(own)
         errors = [one.error for one in own]
         lines.append((

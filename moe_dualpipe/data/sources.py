@@ -121,18 +121,23 @@ def _locate(source: str) -> str:
 
 
 def _while_unchanged(read: Callable[P, T]) -> Callable[P, T]:
-    """Read a source (the first argument) again after an error, at most _TRIES times, if its files have changed."""
+    """Read a source (the first argument) again after an error, until its files are as at the error before.
+
+    At most _TRIES times. Without an error, files are not listed: of the standard library, this takes a second.
+    """
 
     @wraps(read)
     def read_again(*args: P.args, **options: P.kwargs) -> T:
+        before = None
         for tries_left in range(_TRIES - 1, -1, -1):
-            before = list_files(str(args[0]))
             try:
                 return read(*args, **options)
             except ValueError:
-                time.sleep(_PAUSE_S)  # one file may be replaced after another
-                if not tries_left or list_files(str(args[0])) == before:
+                files = list_files(str(args[0])) if args[0] else before
+                if files == before or not tries_left:
                     raise
+                before = files
+                time.sleep(_PAUSE_S)  # one file may be replaced after another
         raise AssertionError
 
     return read_again

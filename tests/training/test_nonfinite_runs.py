@@ -132,7 +132,7 @@ ALL = "all steps of the run (2) had a non-finite loss or gradient: "
 OUTPUT, GRADIENT = (f"the first non-finite {what} is that of " for what in ("output", "input gradient"))
 # Options, how the run is spoiled, the error, and the newest checkpoint.
 PLACES = [
-    ({}, (change_output, 3, "attend_and_route", nan, [1]),
+    ({}, (change_output, 3, "route", nan, [1]),
      f"{VALIDATION}{OUTPUT}layer 3, segment attn (stage 1, rank 1)"),
     ({}, (change_output, 2, "run_experts", nan_from_step_3, [1]),
      f"{TWO}{OUTPUT}layer 2, segment mlp (stage 1, rank 1); {STOPS}", "step-000002"),

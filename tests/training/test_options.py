@@ -1,4 +1,4 @@
-"""The options of train.py: 46 flags, `--set`, TOML files and run.toml, and the errors of a command line."""
+"""The options of train.py: 47 flags, `--set`, TOML files and run.toml, and the errors of a command line."""
 
 import contextlib
 import io
@@ -39,7 +39,7 @@ from tests.support.runs import SMALL, make_run, option_values, options, records,
 
 DEFAULTS = {
     "preset": "tiny", "steps": 320, "seed": 0, "bias_rate": 0.003, "freeze": (), "parallel.pp": None, "parallel.ep": 1,
-    "parallel.ep_backend": "auto", "parallel.expert_sums": "rank",
+    "parallel.cp": 1, "parallel.ep_backend": "auto", "parallel.expert_sums": "rank",
     "parallel.move_experts_every": None, "parallel.move_experts_gain": 0.05, "parallel.nodes_per_domain": None,
     "parallel.schedule": "auto", "parallel.layers": None, "parallel.num_chunks": None,
     "parallel.overlap": True, "parallel.wgrad": "early",
@@ -94,8 +94,8 @@ def changed_values(skip=("preset", "checkpoint.resume", "checkpoint.weights")):
     }  # fmt: skip
 
 
-def test_there_are_46_flags_and_every_key_has_its_default():
-    assert len(FLAGS) == 46 and {*FLAGS.values()} <= {*all_keys()} and len({*FLAGS.values()}) == 46
+def test_there_are_47_flags_and_every_key_has_its_default():
+    assert len(FLAGS) == 47 and {*FLAGS.values()} <= {*all_keys()} and len({*FLAGS.values()}) == 47
     values = option_values(parse_arguments([]))
     assert {key: value for key, value in values.items() if not key.startswith("model.")} == DEFAULTS
     assert parse_arguments([]).model == TrainConfig().model
