@@ -93,6 +93,16 @@ def test_one_process_takes_any_number_of_micro_batches():
     assert choose(asking(pp=1, ep=2), 2).name == "dualpipev"
 
 
+def test_a_restart_with_fewer_processes_has_fewer_context_ranks():
+    config = asking(pp=None, ep=2, cp=4, seq_len=16)
+    layouts = {n: choose(config, n, strict=n == 4).layout for n in (4, 2, 1)}
+    assert {n: (one.pp, one.dp, one.cp, one.ep) for n, one in layouts.items()} == {
+        4: (1, 1, 4, 2), 2: (1, 1, 2, 2), 1: (1, 1, 1, 1),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"^--cp 4 does not divide 2 processes: use --cp 2$"):
+        choose(config, 2)
+
+
 def test_a_micro_batch_has_2_sequences_or_1_if_the_schedule_needs_more_micro_batches():
     for batch_size, size in ((16, 2), (8, 2), (4, 1), (6, 1), (24, 2)):
         found = choose(asking(pp=2, ep=1, batch_size=batch_size, micro_batch_size=None), 2)
