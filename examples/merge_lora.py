@@ -15,8 +15,7 @@ import torch
 from layers.lora import LoRAExperts
 
 from moe_dualpipe import build_model, save_pretrained
-from moe_dualpipe.checkpoint import find_checkpoint, load_model, read_manifest
-from moe_dualpipe.checkpoint.huggingface import companions_of
+from moe_dualpipe.checkpoint import find_checkpoint, load_model, read_manifest, start_companions
 from moe_dualpipe.data import find_tokenizer
 from moe_dualpipe.models import TransformerStage
 
@@ -44,7 +43,7 @@ def main() -> None:
         if read_manifest(checkpoint).model.get("experts", "swiglu") == "swiglu":
             raise ValueError(f"{checkpoint} has no adapters: use moe-dualpipe export {run}")
         model = merged(load_model(checkpoint, experts=LoRAExperts))
-        model.companions = companions_of(checkpoint)
+        model.companions = start_companions(checkpoint)
         save_pretrained(model, Path(folder), tokenizer=find_tokenizer(checkpoint))
     except (ValueError, OSError) as error:
         sys.exit(f"merge_lora.py: error: {error}")
