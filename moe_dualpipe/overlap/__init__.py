@@ -6,14 +6,6 @@ from .segment import Collective, Comm, Compute, PrepareComm, Segments, in_layer
 from .segmented import Segmented
 
 __all__ = [
-    "Collective",
-    "Comm",
-    "Compute",
-    "Engine",
-    "PrepareComm",
-    "Segmented",
-    "Segments",
-    "WeightGrads",
-    "bind",
+    "Collective", "Comm", "Compute", "Engine", "PrepareComm", "Segmented", "Segments", "WeightGrads", "bind",
     "in_layer",
-]
+]  # fmt: skip

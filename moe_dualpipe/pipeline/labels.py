@@ -45,7 +45,8 @@ def step_labels(
 
     ignored_RS: further labels to ignore, but not as padding. micro_batch: its number of sequences.
     num_labels: the number of labels of depth 0 on all data-parallel ranks; None: count them. Raises ValueError, on all
-    ranks, if there are none. Collective unless `num_labels` counts every label, and there is no context or depth.
+    ranks, if there are none. Not collective if `num_labels` is the number of all positions, unless depths
+    are asked for in a context.
     """
     sequences, length = labels_RS.shape
     count, cut = sequences // micro_batch, context.cut if context else lambda x_RS: x_RS

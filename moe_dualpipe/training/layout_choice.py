@@ -111,7 +111,7 @@ def _nearest_first(config: TrainConfig, processes: int) -> Iterator[Choice]:
     def distance(layout: Layout) -> float:
         return sum(abs(math.log(ratio)) for ratio in (layout.pp / pp, layout.ep / wanted.ep, layout.cp / wanted.cp))
 
-    cps = [cp for cp in divisors(wanted.cp) if config.batch.seq_len % (2 * cp) == 0 or cp == 1]
+    cps = divisors(wanted.cp)
     found = [one for cp in cps for one in layouts(processes, model.num_layers, model.num_experts, cp)]
     near = sorted(found, key=distance)
     for layout, name, smaller in product(near, names, reversed(divisors(size))):
