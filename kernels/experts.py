@@ -18,6 +18,7 @@ products are those of SonicMoE (arXiv 2512.14080), but without atomics, so every
 N rows, K choices per row, M choices in expert-major order, E experts, D model dim, F inner width, G = 2F.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,10 +28,10 @@ from torch.nn import functional
 
 from .backend import Kernels, aligned, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
 from .fp8 import Fp8Recipe
-from .fp8_experts import fp8_experts
+from .fp8_experts import fp8_experts, fp8_frozen_linear, fp8_products
 from .fuse import fuse
-from .grouped_gemm import GroupedGemmOptions, GroupedLinearFunction, check_offsets
-from .linear import apply_autocast, compute_or_defer, grad_dtype
+from .grouped_gemm import GroupedGemmOptions, GroupedLinearFunction, check_offsets, grouped_linear
+from .linear import apply_autocast, at_least_fp32, compute_or_defer, grad_dtype
 from .order import ExpertOrder
 from .permute import check_routing_weights, check_rows, permute, unpermute
 from .weight_grads import WeightGrads
@@ -137,12 +138,9 @@ def experts(
     check_routing_weights(weights_NK, order)
     options.check(gate_up=gate_up_EGD, down=down_EDF)
     if fp8 is not None:
-        fault = fp8.kernels_fault(x_ND.device)
-        if fault and kernels == "triton":
-            raise ValueError(f'FP8 {fault}, or kernels="reference"')
-        triton = not fault and use_triton(kernels, x_ND, gate_up_EGD, down_EDF, order.gather_idx_M, weights_NK)
+        run = fp8_products(order, fp8, options, x_ND, gate_up_EGD, down_EDF, weights_NK)
         weights_NK = None if weights_NK is None else aligned("weights", weights_NK.contiguous())
-        return fp8_experts(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, options, fp8, triton)
+        return fp8_experts(x_ND, gate_up_EGD, down_EDF, weights_NK, weight_inside, options, run)
     if not use_triton(kernels, x_ND, gate_up_EGD, down_EDF, order.gather_idx_M, weights_NK):
         check_offsets(order.expert_offsets, len(down_EDF), len(order.gather_idx_M))
         return experts_reference(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, options, compiled)
@@ -153,6 +151,36 @@ def experts(
     # ctx.needs_input_grad is also true under no_grad, where z need not be stored.
     store_z = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     return _ExpertsFunction.apply(*tensors, order, weight_inside, options, store_z)  # type: ignore[return-value]
+
+
+def adapted_experts(
+    x_ND: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor, order: ExpertOrder, weights_NK: Tensor,
+    low_rank: Callable[..., Tensor], *, num_sms: int | None = None, weight_grads: WeightGrads | None = None,
+    kernels: Kernels = "auto", compiled: bool = False, fp8: Fp8Recipe | None = None,
+) -> Tensor:  # fmt: skip
+    """`experts` with frozen weights, and `low_rank(name, rows, offsets, **options)` added to the outputs of a product.
+
+    name: "gate_up" or "down". Other arguments are those of `experts`. As a chain of operators on any device, because
+    what is added changes the pre-activation, which the fused kernels keep in registers.
+    """
+    _check(x_ND, gate_up_EGD, down_EDF, order)
+    grouped = GroupedGemmOptions(weight_grads, False, num_sms, kernels)
+    options: dict[str, Any] = {"weight_grads": weight_grads, "num_sms": num_sms, "kernels": kernels}
+    run = fp8 and fp8_products(order, fp8, grouped, x_ND, gate_up_EGD, down_EDF, weights_NK)
+    dtype = x_ND.dtype
+
+    def product(name: str, rows: Tensor, w_EOI: Tensor) -> Tensor:
+        narrow = rows.to(dtype)
+        y = (
+            fp8_frozen_linear(rows, w_EOI, dtype, run)
+            if run
+            else grouped_linear(narrow, w_EOI, order.expert_offsets, **options)
+        )
+        return y + low_rank(name, narrow, order.expert_offsets, **options)
+
+    z_MG = product("gate_up", permute(x_ND, order, kernels), gate_up_EGD)
+    h_MF = fuse(swiglu, compiled and len(z_MG) > 1, rows_vary=True)(at_least_fp32(z_MG) if run else z_MG)
+    return unpermute(product("down", h_MF, down_EDF), order, weights_NK, kernels)
 
 
 def _check(x: Tensor, gate_up: Tensor, down: Tensor, order: ExpertOrder) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .backend import check_contiguous_rows, forbid_double_backward
+from .backend import check_contiguous_rows, forbid_double_backward, use_triton
 from .fp8 import Fp8Matrix, Fp8Recipe
 from .grouped_gemm import GroupedGemmOptions, _grouped_mm_reference, _grouped_wgrad
 from .linear import at_least_fp32, compute_or_defer, grad_dtype
@@ -106,10 +106,10 @@ class TritonKernels(PlainTorch):
 class _Fp8ExpertsFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor, weights_NK: Tensor | None, order: ExpertOrder,
-        weight_inside: bool, options: GroupedGemmOptions, recipe: Fp8Recipe, triton: bool,
+        ctx: Any, x_ND: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor, weights_NK: Tensor | None, weight_inside: bool,
+        options: GroupedGemmOptions, run: PlainTorch,
     ) -> Tensor:  # fmt: skip
-        run = (TritonKernels if triton else PlainTorch)(order, recipe, options.num_sms)
+        order = run.order
         inside, outside = (weights_NK, None) if weight_inside else (None, weights_NK)
         x_ND8 = run.round_rows(x_ND)
         z_MG = run.multiply(x_ND8, gate_up_EGD, x_ND.dtype, order.gather_idx_M)
@@ -145,13 +145,44 @@ class _Fp8ExpertsFunction(torch.autograd.Function):
         if wants_gate_up:
             x_MD = Fp8Matrix(stored, scales, 1, run.recipe.block).take(index_M).read(dtype)
             d_gate_up = weight_grad(gate_up, dz_MG, x_MD)
-        return dx, d_gate_up, d_down, d_weights, None, None, None, None, None
+        return dx, d_gate_up, d_down, d_weights, None, None, None
+
+
+def fp8_products(
+    order: ExpertOrder, recipe: Fp8Recipe, options: GroupedGemmOptions, *tensors: Tensor | None
+) -> PlainTorch:
+    """What multiplies `tensors` in FP8. Raises ValueError if kernels="triton" does not have the recipe."""
+    device = order.gather_idx_M.device
+    fault = recipe.kernels_fault(device)
+    if fault and options.kernels == "triton":
+        raise ValueError(f'FP8 {fault}, or kernels="reference"')
+    triton = not fault and use_triton(options.kernels, *tensors, order.gather_idx_M)
+    return (TritonKernels if triton else PlainTorch)(order, recipe, options.num_sms)
 
 
 def fp8_experts(
-    x_ND: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor, order: ExpertOrder, weights_NK: Tensor | None,
-    weight_inside: bool, options: GroupedGemmOptions, recipe: Fp8Recipe, triton: bool,
+    x_ND: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor, weights_NK: Tensor | None, weight_inside: bool,
+    options: GroupedGemmOptions, run: PlainTorch,
 ) -> Tensor:  # fmt: skip
-    """`experts` with `recipe`. triton: with the Triton kernels."""
-    arguments = x_ND, gate_up_EGD, down_EDF, weights_NK, order, weight_inside, options, recipe, triton
+    """`experts` with the products of `fp8_products`."""
+    arguments = x_ND, gate_up_EGD, down_EDF, weights_NK, weight_inside, options, run
     return _Fp8ExpertsFunction.apply(*arguments)  # type: ignore[return-value]
+
+
+class _Fp8FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MI: Tensor, w_EOI: Tensor, dtype: torch.dtype, run: PlainTorch) -> Tensor:
+        ctx.save_for_backward(w_EOI)
+        ctx.run, ctx.x_dtype = run, x_MI.dtype
+        return run.multiply(run.round_rows(x_MI), w_EOI, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        forbid_double_backward("experts in FP8", "use fp8=None")
+        (w_EOI,) = ctx.saved_tensors
+        return ctx.run.multiply(ctx.run.round_rows(grads[0].contiguous()), w_EOI.mT, ctx.x_dtype), None, None, None
+
+
+def fp8_frozen_linear(x_MI: Tensor, w_EOI: Tensor, dtype: torch.dtype, run: PlainTorch) -> Tensor:
+    """y[m] = W[e] x[m] in `dtype`, for the rows m of each expert e, with weights that are not trained: [M, O]."""
+    return _Fp8FrozenLinear.apply(x_MI, w_EOI, dtype, run)  # type: ignore[return-value]

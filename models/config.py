@@ -273,6 +273,33 @@ def options_field(field: str) -> str:
     return f"{field.removesuffix('s')}_options"
 
 
+LoraTarget = Literal["attention", "experts", "dense", "shared", "router"]
+LORA_TARGETS: tuple[str, ...] = get_args(LoraTarget)
+
+
+@dataclass(frozen=True, slots=True)
+class LoRA:
+    """Low-rank adapters (lora.py): small matrices that are trained beside the frozen weights of a model."""
+
+    rank: int = 0
+    """Rank of the adapters (LoRA): train two small matrices beside each matrix, and freeze everything else. 0: off."""
+    alpha: float | None = None
+    """Adapters are scaled by alpha / rank. None: twice the rank."""
+    dropout: float = 0.0
+    """Probability that an input of an adapter is zero in training."""
+    targets: tuple[LoraTarget, ...] = ()
+    """Layers with adapters: attention, experts, dense, shared (experts), router.
+    Empty: all kinds that the model has, except routers."""
+    adapter: str | None = None
+    """Start from the adapter in this folder, in PEFT's format. It says rank, alpha and targets."""
+    export: Literal["merged", "adapter"] = "merged"
+    """What --export writes: the model with its adapters merged into the weights, or only the adapters, for PEFT."""
+
+    @property
+    def scale(self) -> float:
+        return (2.0 * self.rank if self.alpha is None else self.alpha) / self.rank
+
+
 @dataclass(frozen=True, slots=True)
 class StageOptions:
     """How a stage is initialized and computed. Raises ValueError for invalid values."""
@@ -294,6 +321,8 @@ class StageOptions:
     """Fuse norms, sums, rotations and activations with torch.compile, in training only (kernels/fuse.py)."""
     context: "Context | None" = None
     """The ranks that share each sequence (context_parallel.py). None: this rank has all positions."""
+    lora: LoRA | None = None
+    """Low-rank adapters to train, beside frozen weights (lora.py). None: train the weights."""
     fp8: Fp8Recipe | None = None
     """How the experts round the operands of their products to 8 bits (kernels/fp8.py). None: not at all."""
 

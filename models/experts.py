@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from moe_dualpipe.kernels.backend import Kernels
-from moe_dualpipe.kernels.experts import experts
+from moe_dualpipe.kernels.experts import adapted_experts, experts
 from moe_dualpipe.kernels.fp8 import Fp8Recipe
 from moe_dualpipe.kernels.order import ExpertOrder
 from moe_dualpipe.kernels.weight_grads import WeightGrads
 
-from .config import ModelConfig
+from .config import LoRA, ModelConfig
+from .layers import seeded
+from .lora import ExpertsAdapter
 
 
 class ExpertLayer(nn.Module):
@@ -86,6 +88,7 @@ class SwiGLUExperts(ExpertLayer):
         self.gate_up = nn.Parameter(torch.empty(num_local_experts, 2 * config.expert_size, config.hidden_size))
         self.down = nn.Parameter(torch.empty(num_local_experts, config.hidden_size, config.expert_size))
         self.stacked = {"gate_up": (config.expert_size, config.expert_size)}
+        self.lora: ExpertsAdapter | None = None
 
     @torch.no_grad()
     def reset_expert(self, e: int) -> None:
@@ -97,4 +100,14 @@ class SwiGLUExperts(ExpertLayer):
             "weight_grads": self.weight_grads, "kernels": self.kernels, "num_sms": self.num_sms,
             "compiled": self.compiled, "fp8": self.fp8,
         }  # fmt: skip
+        if self.lora is not None:
+            return adapted_experts(x_ND, self.gate_up, self.down, order, weights_NK, self.lora.low_rank, **options)
         return experts(x_ND, self.gate_up, self.down, order, weights_NK, **options)
+
+    def add_adapter(self, lora: LoRA, kind: str, rows: Sequence[int] | None, seed: int, name: str) -> None:
+        """Train only an adapter for each expert. name: for the seeds."""
+        weights = {name: self.get_parameter(name) for name in ("gate_up", "down")}
+        self.lora = ExpertsAdapter(lora, kind, weights, lambda e: seeded(seed, f"{name}.{self.local_experts[e]}"))
+        self.per_expert = getattr(self, "per_expert", frozenset()) | {
+            f"lora.{n}" for n, _ in self.lora.named_parameters()
+        }

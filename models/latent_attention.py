@@ -50,6 +50,7 @@ class LatentAttention(AttentionLayer):
         # One product gives the latent of queries (or the queries), the latent of keys and values, and the shared key.
         self.down = Linear(config.hidden_size, self.q_width + config.kv_rank + config.rope_dim, config.init_std)
         self.stacked = {"down.weight": (self.q_width, config.kv_rank, config.rope_dim)}
+        self.published_rows = {"down.weight": (self.q_width, config.kv_rank + config.rope_dim)}
         latents = config.q_rank + config.kv_rank + config.rope_dim  # queries without a latent have no bias
         self.bias = nn.Parameter(torch.zeros(latents)) if config.qkv_bias else None
         self.q_norm = nn.RMSNorm(config.q_rank, eps) if config.q_rank else nn.Identity()
@@ -101,7 +102,7 @@ class LatentAttention(AttentionLayer):
 
     def absorbed(self, q_BHSC: Tensor, q_BHSP: Tensor, cached_B1LM: Tensor) -> Tensor:
         """Attention of the last S of L positions to cached latents, without gradients: [B, H, S, V]."""
-        up_HWR = rearrange(self.kv_up.weight, "(h w) r -> h w r", h=self.num_heads)
+        up_HWR = rearrange(self.kv_up.merged_weight(), "(h w) r -> h w r", h=self.num_heads)
         up_HCR, up_HVR = up_HWR.split([self.head_dim, self.value_dim], dim=1)
         q = torch.cat([torch.einsum("bhsc,hcr->bhsr", q_BHSC, up_HCR), q_BHSP], dim=-1)
         new, length = q.shape[2], cached_B1LM.shape[2]

@@ -1,7 +1,7 @@
 """Parts that the whole model shares: linear layer, SwiGLU MLP, seeding of initial weights."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,6 +11,9 @@ from moe_dualpipe.kernels.experts import swiglu
 from moe_dualpipe.kernels.fuse import fuse
 from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.kernels.weight_grads import WeightGrads
+
+from .config import LoRA
+from .lora import LinearAdapter
 
 
 class Linear(nn.Module):
@@ -25,10 +28,23 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features).normal_(std=std))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         self.weight_grads: WeightGrads | None = None
+        self.lora: LinearAdapter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         y = linear(x, self.weight, self.weight_grads, self.fp32)
+        if self.lora is not None:
+            y = y + self.lora(x)
         return y if self.bias is None else y + self.bias
+
+    def add_adapter(self, lora: LoRA, kind: str, rows: Sequence[int] | None, seed: int, name: str) -> None:
+        """Train only an adapter. rows: those of each matrix, if there are several. name: for the seed."""
+        with seeded(seed, name):
+            self.lora = LinearAdapter(lora, kind, self.weight.shape[1], rows or [self.weight.shape[0]])
+
+    def merged_weight(self) -> Tensor:
+        """The weight with its adapter, [O, I]."""
+        weight = self.weight
+        return weight if self.lora is None else (weight + self.lora.updates()["weight"]).to(weight.dtype)
 
 
 class SwiGLU(nn.Module):

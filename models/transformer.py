@@ -23,6 +23,7 @@ from moe_dualpipe.kernels.linear import at_least_fp32, linear
 from moe_dualpipe.kernels.weight_grads import WeightGrads
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 
+from .adapters import add_adapters
 from .attention import document_mask, document_numbers
 from .auxiliary_losses import attach, weighted
 from .block import block_class, block_parts, check_context
@@ -79,6 +80,9 @@ class TransformerStage(Segmented):
                 )  # fmt: skip
         self.elementwise = ("embedding.weight", "head.weight")
         self.mtp = MTP(config, expert_parallel, options) if spec.mtp else None
+        if options.lora is not None:
+            self.requires_grad_(False)
+            add_adapters(config, self.layers, options.lora, options.seed)  # type: ignore[arg-type]
         for module in self.modules():
             if hasattr(module, "compiled"):
                 setattr(module, "compiled", options.compiled)  # noqa: B010 - nn.Module declares no such attribute

@@ -10,6 +10,7 @@ from .load import (
     find_checkpoint,
     find_weights,
     is_published,
+    load_adapter,
     load_checkpoint,
     load_tensors,
     load_weights,
@@ -21,12 +22,12 @@ from .manifest import RUN_FILE, Manifest, read_manifest, verify_checkpoint
 from .models import find_model, load_model, load_spread_model, open_model, start_tokenizer
 from .save import SaveError, Saver, SaveResult, save_checkpoint
 from .tensor_file import TensorFolder
-from .weights import PartialLoad, global_weights
+from .weights import PREFIX, PartialLoad, global_weights
 
 __all__ = [
-    "RUN_FILE", "Manifest", "PartialLoad", "SaveError", "SaveResult", "Saver", "TensorFolder", "check_model",
+    "PREFIX", "RUN_FILE", "Manifest", "PartialLoad", "SaveError", "SaveResult", "Saver", "TensorFolder", "check_model",
     "check_weights", "find_checkpoint", "find_model", "find_weights", "global_weights", "is_published",
-    "list_checkpoints", "load_checkpoint", "load_model", "load_spread_model", "load_tensors", "load_weights",
-    "open_model", "open_weights", "read_manifest", "save_checkpoint", "start_companions", "start_model",
+    "list_checkpoints", "load_adapter", "load_checkpoint", "load_model", "load_spread_model", "load_tensors",
+    "load_weights", "open_model", "open_weights", "read_manifest", "save_checkpoint", "start_companions", "start_model",
     "start_tokenizer", "verify_checkpoint",
 ]  # fmt: skip

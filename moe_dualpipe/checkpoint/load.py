@@ -21,11 +21,13 @@ from ..expert_parallel.gather import gather_objects
 from ..messages import printable, quoted
 from ..models import ModelConfig
 from ..models.config import BUILT_IN, options_field
+from ..models.lora import adapted_weight
 from ..runtime.launch import Launch
 from ..runtime.shared_errors import errors_on_all_ranks
 from .destinations import STEP_FOLDER, hold, hold_each, release, step_of
 from .huggingface.companions import companions_of, read_companions
 from .huggingface.config import different_options
+from .huggingface.peft import PeftAdapter
 from .huggingface.published import CONFIG_FILE, PublishedModel
 from .manifest import RUN_FILE, verify_checkpoint
 from .weights import PREFIX, PartialLoad, SavedModel, group_names
@@ -181,7 +183,10 @@ def check_weights(folder: Path, model: ModelConfig, partial: bool = False) -> li
 
 @torch.no_grad()
 def load_state(
-    open_folder: Callable[[], SavedWeights], state: Mapping[str, Tensor], different: str, partial: bool = False
+    open_folder: Callable[[], SavedWeights | PeftAdapter],
+    state: Mapping[str, Tensor],
+    different: str,
+    partial: bool = False,
 ) -> PartialLoad:
     """Load into the tensors of `state` in place. Collective if torch.distributed is initialized.
 
@@ -250,6 +255,19 @@ def load_weights(folder: Path, state: Mapping[str, Tensor], partial: bool = Fals
     weights = {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}
     different = f"the ranks found different weights at {folder}: --weights needs a shared path, or equal copies"
     return load_state(lambda: open_weights(folder), weights, different, partial)
+
+
+def load_adapter(
+    folder: Path, state: Mapping[str, Tensor], model: ModelConfig, companions: Mapping[str, str]
+) -> PartialLoad:
+    """Load an adapter in PEFT's format into the adapters in `state`. Those that it lacks keep their values. Collective.
+
+    model, companions: of the weights that it adapts. Errors: as in `load_state`.
+    """
+    weights = {name.removeprefix(PREFIX): tensor for name, tensor in state.items() if name.startswith(PREFIX)}
+    own = {name: tensor for name, tensor in weights.items() if adapted_weight(name)}
+    different = f"the ranks found different adapters at {folder}: lora.adapter needs a shared path, or equal copies"
+    return load_state(lambda: PeftAdapter(folder, model, companions), own, different, partial=True)
 
 
 @torch.no_grad()

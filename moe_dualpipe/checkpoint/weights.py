@@ -16,6 +16,8 @@ from ..models import ModelConfig
 from ..models.config import BUILT_IN
 from ..models.costs import shape_of
 from ..models.custom_layers import Factory, name_of, same_layer
+from ..models.lora import low_rank_update
+from .adapters import Pairs, adapter_pairs, saved_adapters
 from .manifest import read_manifest
 from .tensor_file import TensorFolder
 
@@ -62,13 +64,18 @@ def group_names(names: Iterable[str]) -> str:
 class SavedModel:
     """The model and the tensors of a checkpoint. prefix: of the names of the tensors to read; `shapes` leaves it out.
 
+    With the default prefix, the weights of a run with adapters (adapters.py) are merged with them. With "", all tensors
+    are read as they are stored. update_norms: of what was added to each weight that was read.
+
     where: the path in messages. checksum: differs for checkpoints with different tensors. Raises ValueError if run.json
-    cannot be read.
+    or lora.json cannot be read.
     """
 
     def __init__(self, folder: Path, prefix: str = PREFIX):
         self.where, self._prefix, self._manifest = folder, prefix, read_manifest(folder)
         self.step, self.checksum = self._manifest.step, self._manifest.checksum
+        self.adapters = saved_adapters(folder)
+        self.update_norms: dict[str, float] = {}
 
     @cached_property
     def _tensors(self) -> TensorFolder:
@@ -77,7 +84,15 @@ class SavedModel:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         entries, prefix = self._tensors.entries.items(), self._prefix
-        return {name.removeprefix(prefix): entry.shape for name, entry in entries if name.startswith(prefix)}
+        found = {name.removeprefix(prefix): entry.shape for name, entry in entries if name.startswith(prefix)}
+        merged = {name for pairs in self.pairs.values() for pair in pairs for name in pair} if prefix else ()
+        return {name: shape for name, shape in found.items() if name not in merged}
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """The adapters of each weight, by name."""
+        names = (name.removeprefix(PREFIX) for name in self._tensors.entries if name.startswith(PREFIX))
+        return adapter_pairs(names) if self.adapters else {}
 
     @property
     def config(self) -> ModelConfig:
@@ -98,12 +113,32 @@ class SavedModel:
         return with_named_layers(config, named, str(self.where))
 
     def tensor(self, name: str) -> Tensor:
-        return self._tensors.read(self._prefix + name)
+        weight = self._tensors.read(self._prefix + name)
+        if not self._prefix or name not in self.pairs:
+            return weight
+        pairs, update = self.read_pairs(name), None
+        assert self.adapters
+        if all(a.ndim == b.ndim == 2 and len(a) == b.shape[1] for a, b in pairs):
+            update = low_rank_update(pairs, self.adapters.lora.scale)
+        if update is None or update.shape != weight.shape:
+            raise ValueError(f"{printable(self.where)}: the adapters of {printable(name)} do not fit its shape")
+        self.update_norms[name] = update.norm().item()
+        return weight + update
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a stored tensor, also of an adapter."""
+        return self._tensors.entries[PREFIX + name].shape
+
+    def read_pairs(self, name: str) -> list[tuple[Tensor, Tensor]]:
+        """The matrices A and B of each adapter of a weight."""
+        a_and_b = [self._tensors.read(PREFIX + matrix) for pair in self.pairs[name] for matrix in pair]
+        return [*zip(a_and_b[::2], a_and_b[1::2], strict=True)]
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
         """Read into tensors of the same shapes. Raises ValueError if they cannot be read."""
         for name in self._tensors.by_position(self._prefix + name for name in tensors):
-            tensors[name.removeprefix(self._prefix)].copy_(self._tensors.read(name))
+            short = name.removeprefix(self._prefix)
+            tensors[short].copy_(self.tensor(short))
 
     def close(self) -> None:
         """Remove the copies of files on a store."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from ..checkpoint import find_checkpoint
-from ..checkpoint.huggingface import DTYPES, ExportPlan, plan_checkpoint_export
+from ..checkpoint.huggingface import DTYPES, AdapterPlan, ExportPlan, plan_adapter_export, plan_checkpoint_export
 from ..command_line import Mark, Positional
 from ..data.stores import Url, is_url, staged_folder
 from ..messages import plural, printable
@@ -25,20 +25,29 @@ class Export:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the weights. None: that of the published model from which the run started, or float32;
     for a run with experts in FP8, these in FP8, and the rest in bfloat16."""
+    adapter: bool = False
+    """Write only the adapters of a run with --lora, for PEFT. Otherwise they are merged into the weights."""
     max_shard_size: Annotated[str, Mark("SIZE")] = "5GB"
     """Largest size of one file, such as 5GB or 512MiB."""
 
     def run(self) -> None:
+        if self.adapter and self.dtype:
+            raise ValueError(f"--dtype {self.dtype}: adapters are written in float32; leave it out")
         found = find_checkpoint(self.run_or_checkpoint)
         dtype = DTYPES[self.dtype] if self.dtype else None
-        plan = plan_checkpoint_export(found, dtype)
+        plan = plan_adapter_export(found) if self.adapter else plan_checkpoint_export(found, dtype)
         print(f"{printable(found)} -> {printable(self.out)}", _described(plan, self.max_shard_size), sep="\n")
         out = staged_folder(Url(self.out)) if is_url(self.out) else Path(self.out)
         plan.write(out, self.max_shard_size)
+        if lost := plan.describe_loss():
+            print(lost)
 
 
-def _described(plan: ExportPlan, max_shard_size: str) -> str:
+def _described(plan: ExportPlan | AdapterPlan, max_shard_size: str) -> str:
     architecture = plan.layout.architecture
+    if isinstance(plan, AdapterPlan):
+        size = _size(sum(plan.sizes.values()))
+        return f"an adapter for {architecture.model_type} ({architecture.class_name}): {size}"
     return (
         f"{architecture.model_type} ({architecture.class_name}): {plural(len(plan.shapes), 'tensor')}, "
         f"{_size(sum(plan.sizes.values()))} in {plural(len(plan.shards(max_shard_size)), 'safetensors file')}"

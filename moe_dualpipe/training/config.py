@@ -13,7 +13,7 @@ from ..checkpoint.load import start_model
 from ..expert_parallel.options import EpBackend
 from ..kernels.options import Fp8, Kernels, Products
 from ..models import ModelConfig, preset
-from ..models.config import Recompute
+from ..models.config import LoRA, Recompute
 from ..runtime.learning_rate import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -251,6 +251,7 @@ class TrainConfig:
     sample: SampleConfig = SampleConfig()
     health: HealthConfig = HealthConfig()
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoRA = field(default_factory=LoRA)
     model: ModelConfig = _OF_PRESET
 
     def __post_init__(self) -> None:

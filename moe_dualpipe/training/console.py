@@ -16,6 +16,7 @@ from ..health.program import program_name, training_command
 from ..inference import printable_text
 from ..messages import plural, printable, shell_word, with_shown_names
 from ..models import split
+from ..models.adapters import chosen_targets
 from ..runtime.launch import Launch
 from .memory_check import memory_line
 from .metrics import Metrics, merged
@@ -74,6 +75,13 @@ class Console:
             *([run.machines] if run.machines else []),
             f"{config.optim.name}: {state_mb:,.1f} MB of optimizer state on the fullest rank",
         ]
+        if (lora := config.lora).rank:
+            width = numerics.dtype.itemsize
+            targets, size = ", ".join(chosen_targets(config.model, lora)), 12 + width + 4 * (width < 4)
+            lines.append(
+                f"adapters of rank {lora.rank} and scale {lora.scale:g} in {targets}: {size} bytes for each trained "
+                f"parameter with gradient and optimizer state, {width} for each frozen one"
+            )
         if memory := memory_line(config, run.choice, numerics.dtype, run.device):
             lines.append(memory)
         for index, stage in enumerate(split(config.model, run.schedule.num_stages, run.parallel.layers)):

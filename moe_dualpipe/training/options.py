@@ -30,7 +30,7 @@ from .config import DEFAULT_PRESET, CheckpointConfig, TrainConfig
 
 FLAGS: dict[str, str] = {
     "preset": "preset", "steps": "steps", "seed": "seed", "timeout": "health.timeout",
-    "traceback": "health.traceback", "freeze": "freeze",
+    "traceback": "health.traceback", "freeze": "freeze", "lora": "lora.rank",
     "pp": "parallel.pp", "ep": "parallel.ep", "cp": "parallel.cp", "schedule": "parallel.schedule",
     "ep-backend": "parallel.ep_backend",
     "device": "compute.device", "dtype": "compute.dtype", "kernels": "compute.kernels", "compile": "compute.compile",
@@ -50,8 +50,8 @@ FLAGS: dict[str, str] = {
 }  # fmt: skip
 TYPED_FIRST = (
     "preset", "steps", "data", "seq-len", "batch-size", "lr", "optimizer", "num-layers", "num-experts", "experts",
-    "pp", "ep", "schedule", "device", "recompute", "out", "resume", "weights", "save-every", "eval-every", "export",
-    "profile", "prompt",
+    "pp", "ep", "schedule", "device", "recompute", "out", "resume", "weights", "lora", "save-every", "eval-every",
+    "export", "profile", "prompt",
 )  # fmt: skip
 OPTIONS_FILE = "run.toml"
 _FLAG_OF = {key: flag for flag, key in FLAGS.items()}
@@ -62,6 +62,7 @@ _ONCE = (
     "checkpoint.weights_partial",
     "checkpoint.export",
     "metrics.profile",
+    "lora.adapter",
 )
 """Keys of a run that do not hold for its continuation."""
 _WRITTEN = (
@@ -77,7 +78,7 @@ _CHANGES = {
         "seed", "batch.data", "batch.seq_len", "batch.batch_size", "metrics.eval_sequences",
     ),
     "mathematics": (
-        "steps", "bias_rate", "freeze", "optim.", "model.", "batch.document_mask", "compute.dtype",
+        "steps", "bias_rate", "freeze", "lora.", "optim.", "model.", "batch.document_mask", "compute.dtype",
         "parallel.expert_sums", "compute.fp8", "batch.replay_routes",
     ),
     "order of the work": ("parallel.schedule",),

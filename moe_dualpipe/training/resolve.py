@@ -26,6 +26,7 @@ from ..checkpoint import (
     start_tokenizer,
 )
 from ..checkpoint.destinations import run_of
+from ..checkpoint.huggingface.peft import PeftAdapter
 from ..data import BYTES, TOKENIZER_FILE, GivenBatches, TextData, UnknownTokenizer, load_data, stores
 from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.fp8 import RECIPES
@@ -174,6 +175,7 @@ def prepare(
     from_command: False for a run from Python, which writes only into a folder that is named. stack: holds the lock of
     the run's folder until it is closed; None: no lock. Raises ValueError.
     """
+    request = replace(request, config=with_adapter(request.config))
     config, folder = request.config, None
     check_options(config, given)
     device = device_of(config.compute.device, launch)
@@ -185,6 +187,19 @@ def prepare(
     start = config.checkpoint.resume or config.checkpoint.weights
     agreed = agree(folder, device, launch, config.health.timeout, stack, start)
     return resolve(request, Facts(launch, device, agreed, given, instruments, from_command))
+
+
+def with_adapter(config: TrainConfig) -> TrainConfig:
+    """The options with rank, alpha and targets of lora.adapter. Raises ValueError if it does not fit the weights."""
+    lora, weights = config.lora, config.checkpoint.weights
+    if not lora.adapter or config.checkpoint.resume:
+        return config
+    if not weights:
+        raise ValueError(f"lora.adapter {printable(lora.adapter)} needs --weights, the model that it adapts")
+    found = PeftAdapter(Path(lora.adapter), config.model, start_companions(find_weights(weights))).lora
+    if lora.rank not in (0, found.rank):
+        raise ValueError(f"--lora {lora.rank}: {printable(lora.adapter)} has rank {found.rank}; leave out --lora")
+    return replace(config, lora=replace(lora, rank=found.rank, alpha=found.alpha, targets=found.targets))
 
 
 def resolve(request: Request, facts: Facts) -> Run:
@@ -233,7 +248,7 @@ def choose_numerics(config: TrainConfig, device: torch.device) -> Numerics:
         device, getattr(torch, auto if compute.dtype == "auto" else compute.dtype),
         StageOptions(
             config.seed, compute.recompute, choose_kernels(compute, device), compute.fused_loss,
-            compiled=compiled == "on", fp8=recipe,
+            compiled=compiled == "on", lora=config.lora if config.lora.rank else None, fp8=recipe,
         ),
         "compiled" if compiled == "whole" else "cuda_graph" if compute.cuda_graphs else "",
         choose_products(compute.products, device.type), compute.fp8 == "experts+dispatch",

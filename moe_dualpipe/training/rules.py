@@ -23,6 +23,7 @@ from ..integrations.trackers import check_installed
 from ..kernels.fp8 import RECIPES
 from ..messages import LARGEST, Rule, check_range, printable, quoted, refuse
 from ..models import check_layers
+from ..models.adapters import chosen_targets
 from ..models.auxiliary_losses import loss_factors
 from ..models.context_parallel import check_context
 from ..pipeline.settings import Numerics
@@ -39,6 +40,9 @@ RANGES: tuple[tuple[str, float, float], ...] = (
      "optim.decay_steps", 1, LARGEST),
     ("metrics.profile optim.warmup_steps", 0, LARGEST),
     ("sample.sample_tokens", 0, 1_000_000),
+    ("lora.rank", 0, 65_536),
+    ("lora.alpha", 1e-6, 1e6),
+    ("lora.dropout", 0, 0.999999),
     ("seed", -(2**63), 2**63 - 1),
     ("bias_rate optim.final_lr parallel.move_experts_gain", 0, 1),
     ("health.timeout", 1, 1_000_000),
@@ -79,6 +83,8 @@ def check_options(config: TrainConfig, given: Given = NOTHING_GIVEN) -> None:
         check_installed("--wandb", "wandb")
     _check_export(config)
     check_layers(config.model)
+    if config.lora.rank:
+        chosen_targets(config.model, config.lora)  # raises ValueError
 
 
 def check_types(config: TrainConfig) -> None:
@@ -136,6 +142,11 @@ def option_rules(config: TrainConfig) -> Iterator[Rule]:
 
 def given_rules(config: TrainConfig, given: Given) -> Iterator[Rule]:
     """What a program gives, against the options."""
+    start, lora = config.checkpoint, config.lora
+    yield Rule(
+        lora.rank and not (start.weights or start.resume or given.weights),
+        f"--lora {lora.rank} adapts a trained model: name one with --weights",
+    )
     for option in ("weights", "resume"):
         yield Rule(
             given.weights is not None and getattr(config.checkpoint, option),

@@ -4,8 +4,9 @@ from contextlib import closing
 from pathlib import Path
 
 from ..checkpoint import Saver, SaveResult, find_checkpoint
+from ..checkpoint.adapters import SavedAdapters
 from ..checkpoint.expert_loads import loads_file
-from ..checkpoint.huggingface import companion_files, fp8_file, plan_checkpoint_export
+from ..checkpoint.huggingface import companion_files, fp8_file, plan_adapter_export, plan_checkpoint_export
 from ..data import stores, tokenizer_files
 from ..health.heartbeat import SAVING
 from ..messages import printable
@@ -50,6 +51,8 @@ class Saving:
             files = tokenizer_files(trainer.text.tokenizer) | companion_files(trainer.run.start.companions)
             compute = trainer.config.compute
             files |= fp8_file(None if compute.fp8 == "off" else compute.fp8_recipe)
+            if (lora := trainer.config.lora).rank:
+                files |= SavedAdapters(lora, trainer.config.checkpoint.weights).file()
             self.saver.start(step, trainer.state(), files | self.inputs | loads_file(*trainer.balance.take_loads()))
 
     def poll(self, wait: bool = False) -> None:
@@ -83,12 +86,16 @@ class Saving:
             with self.trainer.progress.during(SAVING):
                 if stores.url_of(checkpoint) is not None:  # its local files were removed after the upload
                     checkpoint = find_checkpoint(str(checkpoint))
-                plan = plan_checkpoint_export(checkpoint)
+                adapter = self.trainer.config.lora.export == "adapter"
+                plan = (plan_adapter_export if adapter else plan_checkpoint_export)(checkpoint)
                 plan.write(stores.output_folder(folder, options.staging))
+                lost = plan.describe_loss()
         except (ValueError, OSError) as error:
             self.console.fail(f"--export {printable(folder)}: {error}")
         model_type, size = plan.layout.architecture.model_type, sum(plan.sizes.values()) / 1e6
-        self.console.say(f"exported {printable(folder)}: {model_type}, {size:,.1f} MB")
+        self.console.say(f"exported {printable(folder)}: {'an adapter for ' * adapter}{model_type}, {size:,.1f} MB")
+        if lost:
+            self.console.say(lost)
 
     def close(self) -> None:
         """Finish the last save."""

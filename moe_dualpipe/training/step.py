@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..checkpoint import PartialLoad, load_checkpoint, load_tensors, load_weights
+from ..checkpoint import PREFIX, PartialLoad, load_adapter, load_checkpoint, load_tensors, load_weights
 from ..data.same_text import check_same_text
 from ..expert_parallel.gather import sum_over_ranks
 from ..expert_parallel.labels import COMBINE, DISPATCH
@@ -23,8 +23,10 @@ from ..inference import eval_mode, generate_through_pipeline
 from ..kernels.options import RoutingOptions
 from ..kernels.products import use_products
 from ..messages import check_range
+from ..models.adapters import relative_updates, squared_norms
 from ..models.context_parallel import KEYS
 from ..models.layers import seed_of
+from ..models.lora import adapted_weight
 from ..overlap.engine import engine_for
 from ..overlap.labels import GRADIENTS, OPTIMIZER
 from ..pipeline.freezing import freeze
@@ -82,7 +84,7 @@ class Trainer:
         self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas
         self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
         self.progress.watch(engine_for(self.device), self.executor.p2p, self._groups_of_transfers())
-        self.balance.rate = self.config.bias_rate
+        self.balance.rate = 0.0 if self.config.lora.rank else self.config.bias_rate  # an adapter has no biases
         freeze(self.stages.values(), self.config.freeze, self.config.model.num_experts)
         *_, trained = self.count_parameters()
         if not trained:
@@ -103,16 +105,19 @@ class Trainer:
 
     def _load(self) -> PartialLoad | None:
         """Load what the run starts from. Returns what --weights-partial loaded."""
-        start, partial = self.run.start, None
+        start, partial, state = self.run.start, None, self.state()
+        base = {name: tensor for name, tensor in state.items() if not adapted_weight(name.removeprefix(PREFIX))}
         if start.resume:
-            load_checkpoint(start.resume, self.state())
+            load_checkpoint(start.resume, state)
         elif isinstance(start.weights, Path):
-            loaded = load_weights(start.weights, self.state(), self.config.checkpoint.weights_partial)
+            loaded = load_weights(start.weights, base, self.config.checkpoint.weights_partial)
             partial = loaded if self.config.checkpoint.weights_partial else None
         elif start.weights is not None:
-            load_tensors(start.weights, self.state())
+            load_tensors(start.weights, base)
         else:
             return None
+        if self.config.lora.adapter and not start.resume:
+            load_adapter(Path(self.config.lora.adapter), state, self.config.model, start.companions)
         self.optimizer.after_load(start.first_step - int(self.skipped.total) if start.resume else 0)
         return partial
 
@@ -246,6 +251,10 @@ class Trainer:
         dist.all_reduce(counts)
         dense, experts, trained = counts.tolist()
         return dense, experts, trained
+
+    def relative_updates(self) -> dict[str, float]:
+        """The norm of the updates of each kind of adapter, divided by that of the weights that they adapt."""
+        return relative_updates(sum_over_ranks(squared_norms(self.stages.values())))
 
     def largest(self, value: float) -> float:
         """The maximum of the ranks' values."""

@@ -91,8 +91,7 @@ def find_architecture(model: ModelConfig) -> Architecture:
         field = model.own_layers[0]
         raise ValueError(
             f"published architectures have no layers of your own: this model has {field} "
-            f"{quoted(getattr(model, field), 60)}; merge LoRA adapters with examples/merge_lora.py; other runs start "
-            "from the weights of this one with --weights"
+            f"{quoted(getattr(model, field), 60)}; other runs start from the weights of this one with --weights"
         )
     found = {name: misfits(model, architecture) for name, architecture in ARCHITECTURES.items()}
     if fits := [name for name in found if not found[name]]:

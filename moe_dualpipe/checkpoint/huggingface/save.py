@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ...data import Tokenizer, find_tokenizer
 from ...data.files import divide
+from ...expert_parallel.gather import gather_objects
 from ...kernels.fp8 import DTYPE as FP8_DTYPE
 from ...kernels.fp8 import Fp8Recipe
 from ...messages import printable, quoted
@@ -32,7 +33,7 @@ from ...models import ModelConfig, TransformerStage
 from ..atomic_folder import write_folder
 from ..tensor_file import INDEX_FILE, SINGLE_FILE, write_tensors
 from ..weights import SavedModel, global_weights
-from .architectures import ALIASES, ARCHITECTURES
+from .architectures import ALIASES, ARCHITECTURES, Architecture
 from .companions import (
     BLOCK,
     companions_of,
@@ -70,6 +71,9 @@ class ExportPlan:
     config: Mapping[str, Any]
     files: Mapping[str, bytes]
     fp8: Fp8Recipe | None = None
+    update_norms: Mapping[str, float] = field(default_factory=dict)
+    """The norms of what adapters add to the weights that `read` has returned, by global name."""
+    _errors: dict[str, float] = field(default_factory=dict)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -115,9 +119,10 @@ class ExportPlan:
             sizes = [part.shape[0] for part in target.parts]
             for part, rows in zip(target.parts, self.read(target.name).split(sizes), strict=True):
                 if self.fp8 and target.expert:
-                    yield from self._in_fp8(part, rows, wanted)
+                    yield from self._in_fp8(part, rows, wanted, target.name)
                 elif part.name in wanted:
                     converted = as_dtype(part.name, rows, self.shapes[part.name][0])
+                    self._note_error(target.name, rows, converted)
                     yield part.name, part.to_published(converted)
         ours = {part.name: target.name for target in self.layout.targets() for part in target.parts}
         for name, original in self.layout.copies().items():
@@ -127,13 +132,24 @@ class ExportPlan:
             if name in wanted:
                 yield name, torch.zeros(shape, dtype=self.dtype)
 
-    def _in_fp8(self, part: PublishedRows, rows: Tensor, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
+    def _note_error(self, name: str, exact: Tensor, written: Tensor) -> None:
+        if name in self.update_norms:
+            self._errors[name] = self._errors.get(name, 0.0) + (exact.double() - written.double()).square().sum().item()
+
+    def describe_loss(self) -> str:
+        """How much of the updates of adapters rounding has lost in what was written; "" if nothing. Collective."""
+        own = sum(self._errors.values()), sum(self.update_norms[name] ** 2 for name in self._errors)
+        error, update = map(sum, zip(*gather_objects(own), strict=True))
+        return f"merging rounds away {math.sqrt(error / update):.2%} of what the adapters have learned" if error else ""
+
+    def _in_fp8(self, part: PublishedRows, rows: Tensor, wanted: set[str], name: str) -> Iterator[tuple[str, Tensor]]:
         """A weight and its scales. It is rounded twice, so that reading it and rounding again changes nothing."""
         assert self.fp8
-        weight = part.to_published(as_dtype(part.name, rows, torch.float32))
+        weight = exact = part.to_published(as_dtype(part.name, rows, torch.float32))
         for _ in range(2):
             matrix = self.fp8.quantize_weights(weight)
             weight = matrix.read()
+        self._note_error(name, exact, weight)
         for name, tensor in ((part.name, matrix.stored), (f"{part.name}{SCALE}", matrix.scales)):
             if name in wanted:
                 yield name, tensor
@@ -142,6 +158,7 @@ class ExportPlan:
 def plan_export(
     model: ModelConfig, read: Callable[[str], Tensor], *, dtype: torch.dtype | None = None,
     companions: Mapping[str, str] | None = None, tokenizer: Tokenizer | None = None, fp8: Fp8Recipe | None = None,
+    update_norms: Mapping[str, float] | None = None,
 ) -> ExportPlan:  # fmt: skip
     """Plan to write a model whose tensors `read` returns.
 
@@ -154,15 +171,8 @@ def plan_export(
     """
     companions = companions or {}
     source = published_config(companions)
-    kind = str(source.get("model_type"))
-    started = ARCHITECTURES.get(ALIASES.get(kind, kind))
-    fits = started and not model.own_layers and not misfits(model, started)
-    found = started if started and fits else find_architecture(model)
-    config = write_config(model, found)
-    if fits:
-        config = {**{key: value for key, value in source.items() if key not in _REPLACED}, **config}
-        config["max_position_embeddings"] = source.get("max_position_embeddings", config["max_position_embeddings"])
-    else:
+    found, config, fits = _written_config(model, source)
+    if not fits:
         config |= special_ids(tokenizer, source)
     stored = DTYPES.get(str(source.get("torch_dtype") or source.get("dtype") or ""))
     dtype = dtype or stored or (torch.bfloat16 if fp8 else torch.float32)
@@ -189,7 +199,27 @@ def plan_export(
         config["quantization_config"] |= {"scale_fmt": "ue8m0"} if fp8.power_of_two else {}
     files = {name: text.encode() for name, text in companions.items() if name != CONFIG_FILE}
     files |= tokenizer_files(tokenizer, alone=bool(companions))
-    return ExportPlan(layout, dtype, read, planned, config, files, fp8)
+    return ExportPlan(layout, dtype, read, planned, config, files, fp8, {} if update_norms is None else update_norms)
+
+
+def _written_config(model: ModelConfig, source: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any], bool]:
+    """The architecture of an export, its config.json, and whether they are those of `source`, a config.json."""
+    kind = str(source.get("model_type"))
+    started = ARCHITECTURES.get(ALIASES.get(kind, kind))
+    fits = bool(started and not model.own_layers and not misfits(model, started))
+    found = started if started and fits else find_architecture(model)
+    config = write_config(model, found)
+    if fits:
+        config = {**{key: value for key, value in source.items() if key not in _REPLACED}, **config}
+        config["max_position_embeddings"] = source.get("max_position_embeddings", config["max_position_embeddings"])
+    return found, config, fits
+
+
+def layout_of(model: ModelConfig, companions: Mapping[str, str]) -> TensorLayout:
+    """The published tensors of a model that started from the folder with these files. Raises ValueError if no published
+    architecture can express it."""
+    found, config, _ = _written_config(model, published_config(companions))
+    return TensorLayout(model, found, found.interleaved and is_interleaved(config))
 
 
 def _with_scales(
@@ -240,6 +270,7 @@ def plan_checkpoint_export(checkpoint: Path, dtype: torch.dtype | None = None) -
     plan = plan_export(
         saved.config, saved.tensor, dtype=dtype, companions=companions_of(checkpoint),
         tokenizer=find_tokenizer(checkpoint), fp8=None if dtype else published_recipe(checkpoint),
+        update_norms=saved.update_norms,
     )  # fmt: skip
     targets = {target.name: target.shape for target in plan.layout.targets()}
     if wrong := sorted(targets.items() ^ saved.shapes.items()):

@@ -1,0 +1,108 @@
+"""Give the layers of a model low-rank adapters (lora.py), count them, and measure how far they have moved."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from moe_dualpipe.expert_parallel import Local
+
+from .config import LORA_TARGETS, LoRA, ModelConfig
+from .lora import Adapter
+
+
+def chosen_targets(model: ModelConfig, lora: LoRA) -> tuple[str, ...]:
+    """The kinds of layers that get adapters. Raises ValueError for one that the model does not have."""
+    routed = bool(model.routed_blocks())
+    has = {
+        "attention": True, "experts": routed and "experts" not in model.own_layers,
+        "dense": any(map(model.is_dense, range(model.num_layers))),
+        "shared": routed and model.num_shared_experts > 0, "router": routed,
+    }  # fmt: skip
+    missing = {
+        "experts": "custom experts cannot have adapters" if routed else "this model has no routed experts",
+        "dense": "this model has no dense layers", "shared": "this model has no shared experts",
+        "router": "this model has no routers",
+    }  # fmt: skip
+    for target in lora.targets:
+        if not has[target]:
+            raise ValueError(f"lora.targets={target}: {missing[target]}")
+    return lora.targets or tuple(kind for kind in LORA_TARGETS if has[kind] and kind != "router")
+
+
+def add_adapters(model: ModelConfig, blocks: Mapping[str, nn.Module], lora: LoRA, seed: int) -> None:
+    """Add adapters to blocks, given by number. Raises ValueError for a target that a block cannot have."""
+    targets = chosen_targets(model, lora)
+    for number, block in blocks.items():
+        for kind, name, part in _parts(block):
+            if kind in targets:
+                _adapt(part, kind, f"layers.{number}.{name}", lora, seed)
+
+
+def _parts(block: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+    """The parts of a block that may have adapters: kind, name, and module."""
+    mlp = getattr(block, "mlp", None)
+    routed = hasattr(mlp, "experts")
+    found = {"attention": ("attention", getattr(block, "attention", None)), "dense": ("mlp", None if routed else mlp)}
+    if routed:
+        found |= {kind: (f"mlp.{kind}", getattr(mlp, kind)) for kind in ("experts", "shared", "router")}
+    yield from ((kind, name, part) for kind, (name, part) in found.items() if part is not None)
+
+
+def _adapt(part: nn.Module, kind: str, where: str, lora: LoRA, seed: int) -> None:
+    layers = {name: layer for name, layer in part.named_modules() if hasattr(layer, "add_adapter")}
+    if not layers:
+        raise ValueError(
+            f"lora.targets={kind}: {type(part).__name__} has no layer that can have adapters: make its matrices "
+            "moe_dualpipe.models.layers.Linear, or choose other targets"
+        )
+    rows: dict[str, tuple[int, ...]] = {}
+    for name, module in part.named_modules():
+        stacked = getattr(module, "published_rows", None) or getattr(module, "stacked", {})
+        rows |= {f"{name}.{weight}".lstrip("."): tuple(sizes) for weight, sizes in stacked.items()}
+    for name, layer in layers.items():
+        at = f"{where}.{name}".rstrip(".")
+        layer.add_adapter(lora, kind, rows.get(f"{name}.weight".lstrip(".")), seed, f"{at}.lora")  # type: ignore
+
+
+def adapters_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Adapter]]:
+    """The layers with an adapter, and their adapters."""
+    for module in modules:
+        for layer in module.modules():
+            if isinstance(adapter := getattr(layer, "lora", None), Adapter):
+                yield layer, adapter
+
+
+@lru_cache(maxsize=256)
+def adapter_parameters(model: ModelConfig, lora: LoRA, layer: int) -> tuple[int, int]:
+    """The parameters of the adapters of a block: of its routed experts, and of all else. Allocates no memory."""
+    from .block import block_class  # blocks do not know this module
+    from .config import DEFAULT_OPTIONS
+
+    with torch.device("meta"):
+        block = block_class(model).build(model, layer, Local(model.num_experts), DEFAULT_OPTIONS)
+        add_adapters(model, {str(layer): block}, lora, 0)
+    experts = others = 0
+    for _, adapter in adapters_of([block]):
+        size = sum(parameter.numel() for parameter in adapter.parameters())
+        experts, others = experts + size * (adapter.kind == "experts"), others + size * (adapter.kind != "experts")
+    return experts, others
+
+
+def relative_updates(norms: torch.Tensor) -> dict[str, float]:
+    """From the sum of `squared_norms` over ranks: the relative size of the updates of each kind of adapter."""
+    sizes = zip(LORA_TARGETS, norms.sqrt().tolist(), strict=True)
+    return {kind: update / weight for kind, (update, weight) in sizes if weight}
+
+
+@torch.no_grad()
+def squared_norms(stages: Iterable[nn.Module]) -> torch.Tensor:
+    """The squared norms of the updates and of the adapted weights, summed by kind: [LORA_TARGETS, 2] in fp64."""
+    norms = torch.zeros(len(LORA_TARGETS), 2, dtype=torch.float64)
+    for layer, adapter in adapters_of(stages):
+        row = norms[LORA_TARGETS.index(adapter.kind)]
+        for name, update in adapter.updates().items():
+            for i, tensor in enumerate((update, layer.get_parameter(name))):
+                row[i] += torch.linalg.vector_norm(tensor, dtype=torch.float32).double().cpu() ** 2
+    return norms

@@ -1,0 +1,255 @@
+"""Low-rank adapters in the format of PEFT, for transformers 5: adapter_config.json and adapter_model.safetensors.
+
+PEFT adapts modules (`target_modules`) and, where experts are stacked in one tensor, parameters (`target_parameters`).
+It adapts such a tensor as one matrix: A of all experts are stacked, expert by expert, and the columns of B alternate
+between experts, rank by rank. Other MLPs and routers are named as parameters, too: PEFT would take modules with names
+like gate_proj for experts of an older transformers.
+
+E experts, R rank, O output and I input width.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from einops import rearrange
+from torch import Tensor
+
+from ...data.strict_json import read_named
+from ...messages import check_range, printable, quoted
+from ...models import ModelConfig
+from ...models.config import LORA_TARGETS, LoRA
+from ..atomic_folder import write_folder
+from ..tensor_file import read_entry, read_header, write_tensors
+from ..weights import SavedModel, group_names
+from .companions import companions_of, encoded
+from .save import layout_of
+from .tensors import PublishedRows, Target, TensorLayout
+
+CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_REFUSED = (
+    "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias", "layer_replication",
+    "trainable_token_indices", "fan_in_fan_out",
+)  # fmt: skip
+"""Keys of adapter_config.json that must have no effect."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterKey:
+    """Where PEFT stores a matrix of an adapter.
+
+    name: of this model, such as "layers.0.attention.out.lora.B.0". key: of the tensor in the file. matrix: A or B.
+    part: the published rows that it adapts. expert: which one of a stacked tensor; None: the tensor has no others.
+    """
+
+    name: str
+    key: str
+    matrix: str
+    part: PublishedRows
+    kind: str
+    expert: int | None = None
+
+
+def kind_of(weight: str) -> str:
+    """Which of LORA_TARGETS a weight in a block belongs to, by its global name; "" for none."""
+    _, _, part, *rest = weight.split(".")
+    if part == "attention":
+        return part
+    inner = rest[0] if part == "mlp" else ""
+    return inner if inner in LORA_TARGETS else "dense" if inner in ("gate_up", "down") else ""
+
+
+def adapter_keys(layout: TensorLayout) -> Iterator[AdapterKey]:
+    """All adapters that a model of this layout may have, in the order of its layers."""
+    for target in layout.targets():
+        kind = kind_of(target.name) if target.name.startswith("layers.") else ""
+        if not kind or len(target.shape) < 2:
+            continue
+        for number, part in enumerate(target.parts):
+            for matrix in "AB":
+                yield from _keys_of(layout, target, kind, number, part, matrix)
+
+
+def _keys_of(
+    layout: TensorLayout, target: Target, kind: str, number: int, part: PublishedRows, matrix: str
+) -> Iterator[AdapterKey]:
+    block, _, _ = part.name.partition(f".{layout.architecture.mlp}.")
+    if target.expert:
+        if number:  # gate and up are one tensor, which has one adapter
+            return
+        prefix, weight, expert = target.name.rsplit(".", 2)
+        inner = ".base_layer" if weight == "gate_up" else ""  # PEFT wraps this parameter first
+        key = f"{_PREFIX}{block}.mlp.experts{inner}.lora_{matrix}.weight"
+        yield AdapterKey(f"{prefix}.lora.{weight}_{matrix}.{expert}", key, matrix, part, kind, int(expert))
+        return
+    module = part.name.replace(f".{layout.architecture.mlp}.", ".mlp.").removesuffix(".weight")
+    name = f"{target.name.removesuffix('.weight')}.lora.{matrix}.{number}"
+    yield AdapterKey(name, f"{_PREFIX}{module}.lora_{matrix}.weight", matrix, part, kind)
+
+
+def _targets(keys: list[AdapterKey]) -> dict[str, list[str]]:
+    """The entries of adapter_config.json that name what is adapted."""
+    modules, parameters = dict[str, None](), dict[str, None]()
+    for key in keys:
+        module = key.key.removeprefix(f"{_PREFIX}model.layers.").partition(".")[2].partition(".lora_")[0]
+        if key.kind == "attention":
+            modules[module] = None
+        elif key.kind == "experts":
+            inner = module.endswith(".base_layer")
+            parameters[f"{module.removesuffix('.base_layer')}.{'gate_up_proj' if inner else 'down_proj'}"] = None
+        else:
+            parameters[f"{module}.weight"] = None
+    return {"target_modules": [*modules], "target_parameters": [*parameters]}
+
+
+# ---- Write ----
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlan:
+    """A planned export of the adapters of a checkpoint."""
+
+    saved: SavedModel
+    layout: TensorLayout
+    keys: list[AdapterKey]
+
+    def config(self) -> dict[str, Any]:
+        adapters = self.saved.adapters
+        assert adapters
+        alpha = adapters.lora.scale * adapters.lora.rank
+        return {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": adapters.base,
+            "r": adapters.lora.rank, "lora_alpha": int(alpha) if alpha.is_integer() else alpha, "lora_dropout": 0.0,
+            "bias": "none", "fan_in_fan_out": False, "inference_mode": True, **_targets(self.keys),
+        }  # fmt: skip
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the file, in fp32."""
+        weights = {name: weight for weight, pairs in self.saved.pairs.items() for pair in pairs for name in pair}
+        read: dict[str, dict[str, Tensor]] = {}
+        of_key: dict[str, list[tuple[AdapterKey, Tensor]]] = {}
+        for key in self.keys:
+            weight = weights[key.name]
+            if weight not in read:
+                names = [name for pair in self.saved.pairs[weight] for name in pair]
+                matrices = [matrix for pair in self.saved.read_pairs(weight) for matrix in pair]
+                read[weight] = dict(zip(names, matrices, strict=True))
+            of_key.setdefault(key.key, []).append((key, read[weight][key.name].float()))
+        return {name: _to_peft(parts) for name, parts in of_key.items()}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each adapter, by its name in this model."""
+        weights = {name for pairs in self.saved.pairs.values() for pair in pairs for name in pair}
+        return {name: 4 * math.prod(self.saved.stored_shape(name)) for name in weights}
+
+    def describe_loss(self) -> str:
+        """Adapters are written in fp32: nothing is lost."""
+        return ""
+
+    def write(self, folder: Path, max_shard_size: int | str = "") -> None:
+        """Write the new folder `folder`. Collective. Errors: as in `ExportPlan.write`."""
+        first = not dist.is_initialized() or dist.get_rank() == 0
+
+        def write(unfinished: Path) -> None:
+            if first:
+                write_tensors(unfinished / TENSOR_FILE, self.tensors())
+
+        write_folder(folder, write, lambda _: {CONFIG_FILE: encoded(self.config())})
+
+
+def plan_adapter_export(checkpoint: Path) -> AdapterPlan:
+    """Plan to write the adapters of a checkpoint. Raises ValueError if it has none, or if no published architecture can
+    express its model."""
+    saved = SavedModel(checkpoint)
+    if saved.adapters is None:
+        raise ValueError(f"{printable(checkpoint)} has no adapters: its run was trained without --lora")
+    stored = {name for pairs in saved.pairs.values() for pair in pairs for name in pair}
+    layout = layout_of(saved.config, companions_of(checkpoint))
+    keys = [key for key in adapter_keys(layout) if key.name in stored]
+    return AdapterPlan(saved, layout, keys)
+
+
+def _to_peft(parts: list[tuple[AdapterKey, Tensor]]) -> Tensor:
+    key, matrix = parts[0]
+    if key.expert is None:
+        return matrix if key.matrix == "A" else key.part.to_published(matrix)
+    stacked = torch.stack([matrix for _, matrix in parts])
+    return rearrange(stacked, "e r i -> (e r) i" if key.matrix == "A" else "e o r -> o (r e)")
+
+
+# ---- Read ----
+
+
+class PeftAdapter:
+    """An adapter in PEFT's format, for a model with this layout. lora: rank, scale and targets.
+
+    Raises ValueError if a file is invalid, if the adapter has what this project lacks, or does not fit the model.
+    """
+
+    def __init__(self, folder: Path, model: ModelConfig, companions: Mapping[str, str]):
+        self.where = folder
+        config = read_named(folder / CONFIG_FILE, dict)
+        where = printable(folder / CONFIG_FILE)
+        wrong = next((key for key in _REFUSED if config.get(key)), "")
+        if config.get("peft_type") != "LORA" or wrong or config.get("bias", "none") != "none":
+            given = f"{wrong} {quoted(config[wrong], 60)}" if wrong else "a bias, or another type than LORA"
+            raise ValueError(f"{where}: {given} is not supported, only plain LoRA")
+        rank, alpha = config.get("r"), config.get("lora_alpha")
+        if type(rank) is not int or type(alpha) not in (int, float):
+            raise ValueError(f"{where}: r and lora_alpha must be numbers: got {quoted(rank, 60)}, {quoted(alpha, 60)}")
+        check_range("r", rank, 1)
+        scaled = alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
+        self._status, self._entries = read_header(folder / TENSOR_FILE)
+        keys = [*adapter_keys(layout_of(model, companions))]
+        if unknown := {*self._entries} - {key.key for key in keys}:
+            raise ValueError(
+                f"{printable(folder / TENSOR_FILE)} adapts what this model does not have, or was written for an older "
+                f"transformers: {group_names(unknown)}"
+            )
+        self._keys = {key.name: key for key in keys if key.key in self._entries}
+        kinds = {key.kind for key in self._keys.values()}
+        targets: Any = tuple(kind for kind in LORA_TARGETS if kind in kinds)
+        self.lora = LoRA(rank, float(scaled), targets=targets)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the matrices, by their global names in this model."""
+        stored = {key: torch.empty(entry.shape, device="meta") for key, entry in self._entries.items()}
+        return {name: tuple(self._matrix(key, stored[key.key]).shape) for name, key in self._keys.items()}
+
+    @property
+    def checksum(self) -> int:
+        """Tells adapters apart by their headers, but not by their numbers."""
+        described = [(name, entry.shape, entry.start) for name, entry in sorted(self._entries.items())]
+        return zlib.crc32(repr(described).encode())
+
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            key = self._keys[name]
+            tensor.copy_(self._matrix(key, read_entry(self._entries[key.key], self._status)))
+
+    def close(self) -> None:
+        pass
+
+    def _matrix(self, key: AdapterKey, stored: Tensor) -> Tensor:
+        """A matrix of this model in a tensor of the file. Raises ValueError if its shape does not fit the rank."""
+        rank, dim = self.lora.rank, 0 if key.matrix == "A" else 1
+        if stored.ndim != 2 or stored.shape[dim] % rank or (key.expert is None and stored.shape[dim] != rank):
+            got = f"{key.key} has shape {[*stored.shape]}"
+            raise ValueError(f"{printable(self.where)}: {got}, which does not fit r {rank}")
+        if key.expert is None:
+            return stored if key.matrix == "A" or stored.is_meta else key.part.from_published(stored)
+        experts = stored.shape[dim] // rank
+        if key.expert >= experts:
+            raise ValueError(f"{printable(self.where)}: {key.key} has {experts} experts")
+        if key.matrix == "A":
+            return rearrange(stored, "(e r) i -> e r i", r=rank)[key.expert]
+        return rearrange(stored, "o (r e) -> e o r", r=rank)[key.expert]
