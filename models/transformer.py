@@ -27,7 +27,7 @@ from .adapters import add_adapters
 from .attention import document_mask, document_numbers
 from .auxiliary_losses import attach, weighted
 from .block import block_class, block_parts, check_context
-from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
+from .config import DEFAULT_OPTIONS, LoRA, ModelConfig, StageOptions
 from .custom_layers import custom_source
 from .kv_cache import KVCache
 from .layers import Linear, seeded
@@ -81,11 +81,16 @@ class TransformerStage(Segmented):
         self.elementwise = ("embedding.weight", "head.weight")
         self.mtp = MTP(config, expert_parallel, options) if spec.mtp else None
         if options.lora is not None:
-            self.requires_grad_(False)
-            add_adapters(config, self.layers, options.lora, options.seed)  # type: ignore[arg-type]
+            self.add_adapters(options.lora)
         for module in self.modules():
             if hasattr(module, "compiled"):
                 setattr(module, "compiled", options.compiled)  # noqa: B010 - nn.Module declares no such attribute
+
+    def add_adapters(self, lora: LoRA) -> None:
+        """Freeze the weights, and train low-rank adapters beside them (lora.py). Raises ValueError for a target that
+        the model cannot have."""
+        self.requires_grad_(False)
+        add_adapters(self.config, dict(self.layers.items()), lora, self.options.seed)
 
     def use_embedding(self, embedding: nn.Embedding) -> None:
         """Replace the embedding, and the weight of a tied head, by that of another stage."""

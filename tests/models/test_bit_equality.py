@@ -8,6 +8,7 @@ import torch
 from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.kernels.weight_grads import WeightGrads, bind
 from moe_dualpipe.models import RECOMPUTE, ModelConfig, StageOptions, build_model
+from moe_dualpipe.models.config import LoRA
 from moe_dualpipe.models.recompute import recompute_saved
 from tests.support.own_layers import ParallelBlock
 
@@ -27,6 +28,7 @@ MODELS = {
     "documents": (PLAIN, {"document_end_id": 3}),
     "router losses": (replace(PLAIN, router_dtype="float32", sequence_loss=0.1, z_loss=0.1, router_bias=True), {}),
     "multi-token prediction": (replace(PLAIN, mtp_layers=2), {"fused_loss": True}),
+    "adapters": (PLAIN, {"lora": LoRA(3)}),
     "a block of one's own": (replace(PLAIN, block=ParallelBlock), {}),
 }  # fmt: skip
 
@@ -41,9 +43,9 @@ def trained(config, how, **options):
     model, weight_grads = build_model(config, Loopback(4, 2), StageOptions(seed=3, **options)), WeightGrads()
     bind(model, weight_grads)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # biases and norms that differ from their initial values
-                parameter.add_(torch.linspace(-0.5, 0.5, len(parameter)))
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or ".lora." in name:  # biases, norms and adapters: not their initial values
+                parameter.add_(torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter))
     (x1, y1), (x2, y2) = batch(1), batch(2)
     first = model.loss(model(x1), y1)
     if how == "in a pair":
@@ -58,7 +60,8 @@ def trained(config, how, **options):
         first.backward()
         second = model.loss(model(x2), y2)
     second.backward()
-    return {"first": first.detach(), "second": second.detach()} | {n: p.grad for n, p in model.named_parameters()}
+    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return {"first": first.detach(), "second": second.detach()} | grads
 
 
 @pytest.mark.parametrize("name", MODELS)

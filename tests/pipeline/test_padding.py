@@ -54,11 +54,13 @@ def padded(inputs, labels, pads_with):
     return widen(inputs, pads_with), widen(labels, -100)
 
 
-def update(model, schedule, batch, parallel=Parallel(), size=2, **options):  # noqa: B008 - a frozen value
-    """The loss, gradients, loads, router losses and biases of an update, by name."""
+def update(model, schedule, batch, parallel=Parallel(), size=2, prepare=None, **options):  # noqa: B008 - a frozen value
+    """The loss, gradients, loads, router losses and biases of an update, by name. prepare: changes the parameters."""
     numerics = Numerics(dtype=torch.float64, options=StageOptions(seed=1, **options))
     pipeline = Pipeline(model, schedule, (size, batch[0].shape[1]), parallel, numerics)
     pipeline.balance.rate = 0.01
+    for stage in pipeline.stages.values() if prepare else ():
+        prepare(stage.named_parameters())
     own = pipeline.num_sequences * pipeline.layout.dp_rank
     losses = pipeline.step(*(tensor[own : own + pipeline.num_sequences] for tensor in batch))
     pipeline.sum_gradients()

@@ -233,12 +233,15 @@ def from_pretrained(
     """
     published = PublishedModel(Path(folder))
     companions = read_companions(published.folder, tokenizer=True)
+    options = options or StageOptions()
     with torch.device("meta"):  # no memory, and no random numbers
-        model = build_model(published.config, expert_parallel, options or StageOptions())
+        model = build_model(published.config, expert_parallel, replace(options, lora=None))
     model = model.to(dtype or published.dtype).to_empty(device="cpu")
     for buffer in model.buffers():
         buffer.zero_()  # buffers that are not loaded start from 0
     weights = global_weights(model)
     published.read(weights)
     model.companions = companions
-    return model
+    if options.lora is not None:
+        model.add_adapters(options.lora)
+    return model.to(dtype or published.dtype)
