@@ -26,7 +26,7 @@ from ..runtime.launch import Launch
 from ..runtime.shared_errors import errors_on_all_ranks
 from .destinations import STEP_FOLDER, hold, hold_each, release, step_of
 from .huggingface.companions import companions_of, read_companions
-from .huggingface.config import different_options
+from .huggingface.config import different_options, published_balance
 from .huggingface.peft import PeftAdapter
 from .huggingface.published import CONFIG_FILE, PublishedModel
 from .manifest import RUN_FILE, verify_checkpoint
@@ -127,7 +127,10 @@ def start_model(resume: str | None, weights: str | None) -> ModelConfig | None:
         path = stores.local_path(resume or weights or "")
         path = next(hold_each(path), path)
         stores.open_folder(path)
-        model = open_weights(path).config
+        opened = open_weights(path)
+        model = opened.config
+        if isinstance(opened, PublishedModel):
+            model = dataclasses.replace(model, sequence_loss=published_balance(opened.source))
     except stores.StorageError:
         raise
     except (ValueError, OSError):

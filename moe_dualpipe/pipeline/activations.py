@@ -34,7 +34,7 @@ class MicroBatch:
     are saved in 8 bits. fp8_block: numbers of a row with one scale, if only the experts compute in 8 bits; 0: they do
     not. plain: operators of torch, as on a CPU, instead of GPU kernels. load: the expert choices that this rank
     receives, divided by the mean over ranks. qk_norm, fp32_router: as in `ModelConfig`; plans leave out the few bytes
-    per token that they cost.
+    per token that they cost. frozen: only low-rank adapters are trained.
     """
 
     sequences: int
@@ -52,6 +52,12 @@ class MicroBatch:
     fp8_block: int = 0
     qk_norm: str = "none"
     fp32_router: bool = False
+    frozen: bool = False
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a norm saves a copy of its output before the scale, for the gradient of the scale."""
+        return self.plain and not self.frozen
 
     @property
     def tokens(self) -> int:
@@ -99,7 +105,7 @@ def saved_bytes(shape: ModelShape, spec: StageSpec, batch: MicroBatch) -> int:
     saved -= (batch.element - batch.operand) * inputs
     if not spec.head:
         return saved + row * (batch.ep > 1 or not batch.plain)  # pairs that do not overlap drop their output
-    saved += (2 + batch.plain) * row + 4 * batch.tokens  # the sum of the parts, and its normalized copy
+    saved += (2 + batch.scaled) * row + 4 * batch.tokens  # the sum of the parts, and its normalized copy
     per_token = 4 if batch.fused_loss else 4 * shape.vocab  # the log-sum-exp, or all log-probabilities
     return saved + batch.tokens * (per_token + 8)  # and the labels
 
@@ -116,7 +122,7 @@ def block_bytes(shape: ModelShape, spec: StageSpec, index: int, batch: MicroBatc
     if not recompute:
         saved += _attention_bytes(layer.attention, batch) + _unfused_bytes(layer.attention, batch)
     if batch.recompute == "none":
-        saved += 2 * ((1 + batch.plain) * row + 4 * tokens)  # two normalized copies; plain ones are scaled separately
+        saved += 2 * ((1 + batch.scaled) * row + 4 * tokens)  # two normalized copies; plain ones are scaled separately
     if dense:
         return saved + (0 if batch.recompute == "full" else _swiglu(_inner(layer, layer.dense_size), batch))
     if not recompute:

@@ -6,7 +6,7 @@ holds at once.
 Not counted: communication buffers, and fragmentation of the allocator.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -46,7 +46,7 @@ class PeakMemory:
 def peak_memory(
     shape: ModelShape, schedule: Schedule, batch: MicroBatch, stages: Sequence[StageSpec], dp: int = 1,
     precision: str = "bf16", zero: bool = True, whole_embedding: bool = False, gradient_copies: int = 0,
-    moments: int = 2,
+    moments: int = 2, adapters: Callable[[int], tuple[int, int]] | None = None,
 ) -> tuple[PeakMemory, ...]:  # fmt: skip
     """The peak memory of each rank of a pipeline. Compare ranks by their `total`.
 
@@ -57,6 +57,8 @@ def peak_memory(
     gradient_copies: copies of a stage's gradients while replicas sum them, after the stage's last backward: 1 in this
     project, 2 on CPUs, 0 if gradients are in one buffer.
     moments: of the optimizer for a parameter: 2 with AdamW.
+    adapters: for a block, the parameters of its low-rank adapters: those of its experts, and all others. Then only
+    these are trained. None: all parameters are trained.
     """
     element = 4 if precision == "fp32" else 2
     batch = replace(batch, element=element, fp8=precision in ("fp8", "mxfp8"))
@@ -75,23 +77,33 @@ def peak_memory(
     message = batch.tokens * shape.hidden * element * (schedule.num_ranks > 1)
     state = 4 * moments + 4 * (element < 4)
     copies_of_model, end_ranks = dp * batch.cp, len(end_holders(schedule.placement))
+
+    def trained(specs: Sequence[StageSpec]) -> tuple[int, int, int]:
+        """As `rank_shares`, of the parameters that are trained."""
+        if adapters is None:
+            return rank_shares(shape, specs, batch)
+        counts = [adapters(layer) for spec in specs for layer in spec.layers]
+        return sum(others for _, others in counts), -(-sum(experts for experts, _ in counts) // batch.ep), 0
+
     ranks = []
     for rank, held in enumerate(schedule.placement.stages):
         specs = [stages[s] for s in held]
-        dense, experts, ends = rank_shares(shape, specs, batch)
-        total = owned = dense + experts + ends
+        _, all_experts, _ = shares = rank_shares(shape, specs, batch)
+        dense, experts, ends = trained(specs)
+        updated = owned = dense + experts + ends
+        total = sum(shares) + updated * (adapters is not None)
         if zero:
             replicas = copies_of_model * len(schedule.placement.holders(held[0]))
             owned = -(-dense // replicas) - (-experts // (replicas * batch.tp // batch.ep))
             owned -= -ends // (copies_of_model * end_ranks)
-            if whole_embedding and any(s.embedding or s.head for s in specs):
+            if whole_embedding and adapters is None and any(s.embedding or s.head for s in specs):
                 owned = max(owned, shape.embedding)
         copies = 4 * gradient_copies * (copies_of_model * end_ranks > 1)
-        sizes = {s: bytes_of(like[s])._replace(sums=copies * sum(rank_shares(shape, [stages[s]], batch))) for s in held}
+        sizes = {s: bytes_of(like[s])._replace(sums=copies * sum(trained([stages[s]]))) for s in held}
         activations, temporary = peak_of_actions(schedule.actions[rank], sizes)
         ranks.append(PeakMemory(
-            (element + batch.fp8) * total + 2 * experts * (batch.fp8_block > 0), 4 * total, state * owned, activations,
-            temporary + message * max(links[s] for s in held),
+            (element + batch.fp8) * total + 2 * all_experts * (batch.fp8_block > 0), 4 * updated, state * owned,
+            activations, temporary + message * max(links[s] for s in held),
         ))  # fmt: skip
     return tuple(ranks)
 

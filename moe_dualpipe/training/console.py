@@ -18,6 +18,7 @@ from ..messages import plural, printable, shell_word, with_shown_names
 from ..models import split
 from ..models.adapters import chosen_targets
 from ..runtime.launch import Launch
+from .extensions.balance import describe_balancing
 from .memory_check import memory_line
 from .metrics import Metrics, merged
 from .options import words_to_resume
@@ -75,6 +76,8 @@ class Console:
             *([run.machines] if run.machines else []),
             f"{config.optim.name}: {state_mb:,.1f} MB of optimizer state on the fullest rank",
         ]
+        if balancing := describe_balancing(config.model, 0.0 if config.lora.rank else config.bias_rate):
+            lines.append(balancing)
         if (lora := config.lora).rank:
             width = numerics.dtype.itemsize
             targets, size = ", ".join(chosen_targets(config.model, lora)), 12 + width + 4 * (width < 4)

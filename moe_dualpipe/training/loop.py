@@ -160,6 +160,8 @@ def _finish(trainer: Trainer, console: Console, saving: Saving, before: float | 
         after = _validate(trainer, console, config.steps) if trainer.first_step < config.steps else before
     if trainer.first_step < config.steps:
         saving.start(config.steps)
+    if loads := trainer.balancing.describe():
+        console.say(loads)
     if config.lora.rank:
         updates = ", ".join(f"{kind} {size:.2%}" for kind, size in trainer.relative_updates().items())
         console.say(f"adapters, relative to the weights that they adapt: {updates}")

@@ -11,6 +11,7 @@ other layouts.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from ..kernels.fp8 import RECIPES
 from ..messages import with_suggestions
 from ..models import split
+from ..models.adapters import adapter_parameters
 from ..models.config import RECOMPUTE
 from ..models.costs import shape_of
 from ..pipeline.activations import MicroBatch
@@ -40,13 +42,14 @@ def step_memory(config: TrainConfig, choice: Choice, dtype: torch.dtype, device:
         choice.micro_batch_size, config.batch.seq_len, ep=layout.ep, cp=layout.cp, recompute=compute.recompute,
         fused_loss=compute.fused_loss, plain=compute.kernels == "reference" or (compute.kernels == "auto" and cpu),
         fp8_block=RECIPES[compute.fp8_recipe].block if compute.fp8 != "off" else 0, qk_norm=config.model.qk_norm,
-        fp32_router=config.model.router_dtype == "float32",
+        fp32_router=config.model.router_dtype == "float32", frozen=config.lora.rank > 0,
     )  # fmt: skip
     return peak_memory(
         shape_of(config.model), choice.schedule, batch,
         split(config.model, stages, listed if len(listed) == stages else ()), layout.dp,
         "fp32" if dtype.itemsize == 4 else "bf16", config.parallel.zero, whole_embedding=True,
-        gradient_copies=2 if cpu else 1, moments=1 if config.optim.name == "muon" else 2,
+        gradient_copies=2 if cpu else 1, moments=1 if config.optim.name == "muon" and not config.lora.rank else 2,
+        adapters=partial(adapter_parameters, config.model, config.lora) if config.lora.rank else None,
     )  # fmt: skip
 
 

@@ -100,7 +100,8 @@ class Trainer:
         factor = utilization(self.config.model, self.config.batch.seq_len, dist.get_world_size(), peak)
         moves = [ExpertMoves(self)] if self.config.parallel.move_experts_every and self.layout.ep > 1 else []
         routes = [Routes(self)] if self.config.batch.record_routes or self.config.batch.replay_routes else []
-        self.extensions += [Balancing(self), *moves, *routes, Timings(self, factor)]
+        self.balancing = Balancing(self)
+        self.extensions += [self.balancing, *moves, *routes, Timings(self, factor)]
         self.extensions += [built for build in extensions if (built := build(self)) is not None]
 
     def _load(self) -> PartialLoad | None:

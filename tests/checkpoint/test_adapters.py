@@ -38,7 +38,7 @@ def saved_run(folder: Path, name: str, targets=(), dtype=torch.float64):
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if ".lora." in parameter_name:
-                parameter.copy_((0.3 * torch.randn(parameter.shape, generator=generator)))  # also exact in fp32
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))  # also exact in fp32
     state = {f"model.{key}": tensor for key, tensor in global_weights(model).items()}
     files = companion_files(read_companions(base)) | SavedAdapters(lora, str(base)).file()
     return base, model, saved(folder / "run", state, model.config, files)

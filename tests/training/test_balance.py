@@ -2,11 +2,14 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moe_dualpipe.expert_parallel.placement import imbalance, in_order
+from moe_dualpipe.training.extensions import Update
+from moe_dualpipe.training.extensions.balance import Balancing, describe_balancing, describe_loads
 from tests.support.own_layers import ExpertList
 from tests.support.ranks import each, run_ranks
 from tests.support.runs import (
@@ -160,3 +163,70 @@ def validate_and_sample(rank, config):
 
 def test_validation_and_samples_have_no_dropout_and_restore_the_modes(tmp_path):
     run_ranks(1, validate_and_sample, settings(tmp_path, model=DROPOUT, seq_len=16, eval_sequences=1, sample_tokens=8))
+
+
+# ---- A collapse is noticed ----
+
+
+def watched(loads_PLE, **model):
+    """The notes of steps with these loads, by step."""
+    balance = SimpleNamespace(rows={1: 0, 2: 1}, rate=0.003, after_step=lambda *_, **__: {})
+    config = SimpleNamespace(model=dataclasses.replace(MODEL, **model))
+    balancing = Balancing(SimpleNamespace(balance=balance, device=None, config=config))
+    notes = {}
+    for step, load_LE in enumerate(loads_PLE):
+        update = Update(step, 1.0, 1.0, load_LE)
+        balancing.after_update(update)
+        if update.notes:
+            notes[step + 1] = update.notes
+    return notes
+
+
+def growing(steps, growth=1.0):
+    """Loads of 4 experts of two layers: those of the first are even, and in the second one expert gets ever more."""
+    even = torch.full((steps, 4), 1000)
+    more = even.clone()
+    more[:, 0] += (torch.arange(steps) * growth).long()
+    return torch.stack([even, more], 1)
+
+
+@pytest.mark.parametrize(("model", "advice"), [
+    ({}, "use --set model.sequence_loss=0.001"),
+    ({"sequence_loss": 0.01}, "use a larger model.sequence_loss than 0.01"),
+    ({"router_bias": True}, "use a larger bias_rate than 0.003"),
+])  # fmt: skip
+def test_a_growing_imbalance_is_reported_once_with_what_helps(model, advice):
+    assert watched(growing(250), **model) == {
+        100: [f"step 100: MaxVio of layer 2 grew for 100 steps, from 0.00 to 0.07; {advice}"]
+    }
+
+
+def test_an_imbalance_that_stays_or_varies_is_no_collapse():
+    constant, noise = growing(1)[0].repeat(250, 1, 1), torch.Generator().manual_seed(0)
+    constant[:, 1, 0] = 3000
+    assert not watched(constant)
+    assert not watched(torch.randint(900, 1100, (250, 2, 4), generator=noise))
+
+
+def test_a_group_of_experts_that_stays_empty_is_reported():
+    loads = torch.full((150, 2, 4), 10)
+    loads[20:, 1, 2:] = 0
+    message = "group 1 of the experts of layer 2 got no token in 100 steps; use --set model.sequence_loss=0.001"
+    assert watched(loads, expert_groups=2) == {120: [f"step 120: {message}"]}
+    assert not watched(loads)  # without groups, a router may leave an expert out
+
+
+def test_loads_are_described_in_one_line():
+    loads = torch.tensor([[400, 400, 400, 400], [1000, 597, 0, 3]])
+    assert describe_loads([1, 3], loads) == (
+        "expert loads: MaxVio 0.75, 1.50 in layer 3; 2 of 8 experts got less than 1% of the mean"
+    )
+    assert describe_loads([], torch.zeros(0, 4)) == ""
+
+
+def test_what_balances_the_experts_is_said():
+    assert describe_balancing(MODEL, 0.003) == "experts are balanced by nothing: use model.sequence_loss"
+    assert describe_balancing(BALANCED, 0.003) == (
+        "experts are balanced by biases of the routers, by 0.003 a step and a sequence-wise loss with factor 0.02"
+    )
+    assert describe_balancing(dataclasses.replace(MODEL, num_dense_layers=MODEL.num_layers), 0.003) == ""

@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 
-from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.checkpoint import global_weights
+from moe_dualpipe.models import ModelConfig, build_model
+from moe_dualpipe.models.config import LoRA
 from moe_dualpipe.training.memory_check import step_memory
 from tests.support.ranks import run_ranks
 from tests.support.runs import change, make_trainer, peak_bytes, settings
@@ -20,7 +22,8 @@ def memory_of_a_rank(rank, configs):
     """Predicted bytes, and the bytes that this rank occupies at its peak, for each run."""
     found = []
     for config in configs:
-        trainer = make_trainer(rank, config)
+        given = {"weights": global_weights(build_model(config.model))} if config.lora.rank else {}
+        trainer = make_trainer(rank, config, **given)
         trainer.step(0)  # allocates what stays
         weights = {id(p): p.nbytes for stage in trainer.stages.values() for p in stage.parameters()}
         used = sum(weights.values()) + trainer.optimizer.state_bytes + peak_bytes(trainer.step, 1)[0]
@@ -53,6 +56,11 @@ def test_experts_in_fp8(tmp_path):
     large = dataclasses.replace(MODEL, num_layers=2, hidden_size=256, expert_size=256, num_experts=8)
     for model in (MODEL, large):
         check(tmp_path, 1, {"fp8": "experts"}, model=model)
+
+
+def test_adapters(tmp_path):
+    model = dataclasses.replace(MODEL, num_layers=3, hidden_size=192, expert_size=192)
+    check(tmp_path, 1, {"lora": LoRA(4)}, {"lora": LoRA(4), "recompute": "full"}, model=model)
 
 
 @pytest.mark.long

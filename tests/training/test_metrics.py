@@ -32,10 +32,14 @@ from tests.support.runs import SMALL, change, losses, records, settings, train_i
 
 
 def test_load_statistics_docstring_example():
-    assert load_statistics(torch.tensor([[4, 0, 2, 2]])) == {"expert_load_max_over_mean": 2.0, "dead_experts": 0.25}
+    assert load_statistics(torch.tensor([[4, 0, 2, 2]])) == {
+        "expert_load_max_over_mean": 2.0, "max_vio": 1.0, "dead_experts": 0.25, "starved_experts": 1,
+    }  # fmt: skip
     assert load_statistics(torch.zeros(0, 4)) == {}
     uneven_and_even = torch.tensor([[4, 0, 2, 2], [2, 2, 2, 2]])
-    assert load_statistics(uneven_and_even) == {"expert_load_max_over_mean": 2.0, "dead_experts": 0.125}
+    assert load_statistics(uneven_and_even) == {
+        "expert_load_max_over_mean": 2.0, "max_vio": 0.5, "dead_experts": 0.125, "starved_experts": 1,
+    }  # fmt: skip
 
 
 def test_tensorboard_gets_every_number_at_its_step(tmp_path):

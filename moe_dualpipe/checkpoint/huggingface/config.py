@@ -162,6 +162,12 @@ def is_interleaved(config: Mapping[str, Any]) -> bool:
     return bool(value)
 
 
+def published_balance(config: Mapping[str, Any]) -> float:
+    """The factor of the auxiliary loss that balanced the experts of a published model; 0 if config.json names none."""
+    given = config.get("router_aux_loss_coef", config.get("aux_loss_alpha"))
+    return float(given) if type(given) in (int, float) and 0 < given < 1 else 0.0
+
+
 def _refuse_windows(config: Mapping[str, Any], architecture: Architecture, layers: int) -> None:
     if "use_sliding_window" in architecture.fixed:
         config.get("sliding_window")  # has no effect, because use_sliding_window is false
