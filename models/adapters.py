@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from moe_dualpipe.expert_parallel import Local
+from moe_dualpipe.messages import unknown_name
 
 from .config import LORA_TARGETS, LoRA, ModelConfig
 from .lora import Adapter
@@ -26,6 +27,8 @@ def chosen_targets(model: ModelConfig, lora: LoRA) -> tuple[str, ...]:
         "router": "this model has no routers",
     }  # fmt: skip
     for target in lora.targets:
+        if target not in has:
+            raise unknown_name("lora.targets", target, LORA_TARGETS)
         if not has[target]:
             raise ValueError(f"lora.targets={target}: {missing[target]}")
     return lora.targets or tuple(kind for kind in LORA_TARGETS if has[kind] and kind != "router")

@@ -273,8 +273,7 @@ def options_field(field: str) -> str:
     return f"{field.removesuffix('s')}_options"
 
 
-LoraTarget = Literal["attention", "experts", "dense", "shared", "router"]
-LORA_TARGETS: tuple[str, ...] = get_args(LoraTarget)
+LORA_TARGETS = "attention", "experts", "dense", "shared", "router"
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +286,7 @@ class LoRA:
     """Adapters are scaled by alpha / rank. None: twice the rank."""
     dropout: float = 0.0
     """Probability that an input of an adapter is zero in training."""
-    targets: tuple[LoraTarget, ...] = ()
+    targets: tuple[str, ...] = ()
     """Layers with adapters: attention, experts, dense, shared (experts), router.
     Empty: all kinds that the model has, except routers."""
     adapter: str | None = None

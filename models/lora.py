@@ -109,7 +109,7 @@ class ExpertsAdapter(Adapter):
                     _random(self.pair(name)[0].data[expert])
 
     def pair(self, name: str) -> tuple[Tensor, Tensor]:
-        return self.get_parameter(f"{name}_A"), self.get_parameter(f"{name}_B")
+        return getattr(self, f"{name}_A"), getattr(self, f"{name}_B")  # torch.compile cannot trace get_parameter
 
     def low_rank(self, name: str, x_MI: Tensor, expert_offsets: Tensor, **options: Any) -> Tensor:
         """scale * B[e] A[e] x[m] for the rows m of each expert e: [M, O]. options: as for `grouped_linear`."""

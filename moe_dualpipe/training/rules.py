@@ -133,6 +133,10 @@ def option_rules(config: TrainConfig) -> Iterator[Rule]:
         "--document-mask divides text at end tokens, which batch.special_tokens allows in a document: use one of them",
     )
     yield Rule(config.batch.document_mask and mtp_layers, f"--document-mask needs model.mtp_layers 0: got {mtp_layers}")
+    lora = config.lora
+    given = [name for name in ("alpha", "dropout", "targets") if getattr(lora, name)]
+    yield Rule(given and not lora.rank, f"lora.{min(given, default='')} needs --lora RANK, which trains adapters")
+    yield Rule(lora.export == "adapter" and not lora.rank, "lora.export=adapter needs --lora RANK")
     record, replay = config.batch.record_routes, config.batch.replay_routes
     for name, folder in (("record_routes", record), ("replay_routes", replay)):
         yield Rule(folder and stores.is_url(folder), f"{name} {printable(folder)} must be a local folder")

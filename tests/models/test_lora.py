@@ -20,7 +20,7 @@ from tests.support.custom_experts import Stacked
 from tests.support.ranks import run_ranks
 
 MLA = replace(MODEL, attention="mla", kv_rank=16, q_rank=12, rope_dim=4, value_dim=12, num_kv_heads=2)
-ALL = LoRA(3, alpha=5.0, targets=LORA_TARGETS)  # type: ignore[arg-type]
+ALL = LoRA(3, alpha=5.0, targets=LORA_TARGETS)
 
 
 def model_of(config, lora=ALL, dtype=torch.float64, **options):

@@ -216,8 +216,7 @@ class PeftAdapter:
             )
         self._keys = {key.name: key for key in keys if key.key in self._entries}
         kinds = {key.kind for key in self._keys.values()}
-        targets: Any = tuple(kind for kind in LORA_TARGETS if kind in kinds)
-        self.lora = LoRA(rank, float(scaled), targets=targets)
+        self.lora = LoRA(rank, float(scaled), targets=tuple(kind for kind in LORA_TARGETS if kind in kinds))
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
