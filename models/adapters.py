@@ -1,12 +1,10 @@
 """Give the layers of a model low-rank adapters (lora.py), count them, and measure how far they have moved."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 
 import torch
 from torch import nn
 
-from moe_dualpipe.expert_parallel import Local
 from moe_dualpipe.messages import unknown_name
 
 from .config import LORA_TARGETS, LoRA, ModelConfig
@@ -75,22 +73,6 @@ def adapters_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Adapt
         for layer in module.modules():
             if isinstance(adapter := getattr(layer, "lora", None), Adapter):
                 yield layer, adapter
-
-
-@lru_cache(maxsize=256)
-def adapter_parameters(model: ModelConfig, lora: LoRA, layer: int) -> tuple[int, int]:
-    """The parameters of the adapters of a block: of its routed experts, and of all else. Allocates no memory."""
-    from .block import block_class  # blocks do not know this module
-    from .config import DEFAULT_OPTIONS
-
-    with torch.device("meta"):
-        block = block_class(model).build(model, layer, Local(model.num_experts), DEFAULT_OPTIONS)
-        add_adapters(model, {str(layer): block}, lora, 0)
-    experts = others = 0
-    for _, adapter in adapters_of([block]):
-        size = sum(parameter.numel() for parameter in adapter.parameters())
-        experts, others = experts + size * (adapter.kind == "experts"), others + size * (adapter.kind != "experts")
-    return experts, others
 
 
 def relative_updates(norms: torch.Tensor) -> dict[str, float]:

@@ -11,7 +11,7 @@ positions. The paper counts all S, including the masked half.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -138,6 +138,25 @@ class LayerShape:
     def expert_parameters(self, hidden: int) -> int:
         """Parameters of all routed experts."""
         return self.experts * sum(p.weights for p in self.expert_products(hidden))
+
+    def adapter_parameters(self, hidden: int, rank: int, targets: Collection[str]) -> tuple[int, int]:
+        """Parameters of low-rank adapters (lora.py): of the routed experts, and of all else.
+
+        targets: of LORA_TARGETS. Queries, keys and values have a pair of matrices each, as do the two latents of MLA,
+        and gate and up of an MLP; those of an expert share one.
+        """
+
+        def size(products: Sequence[Product], first: int) -> int:
+            return rank * sum(one.inputs * (first if i == 0 else 1) + one.outputs for i, one in enumerate(products))
+
+        kinds = {
+            "attention": size(self.attention.products(hidden), 3 if self.attention.kind == "gqa" else 2),
+            "dense": size(self._mlp("mlp", hidden, self.dense_size), 1 + self.gated),
+            "shared": size(self._mlp("shared", hidden, self.shared_size), 1 + self.gated),
+            "router": rank * (hidden + self.experts) * (self.experts > 0),
+        }  # fmt: skip
+        others = sum(number for kind, number in kinds.items() if kind in targets)
+        return self.experts * size(self.expert_products(hidden), 1) * ("experts" in targets), others
 
     def flops(self, hidden: int) -> int:
         """FLOPs of the matrix products per token, forward, without the scores of attention."""

@@ -6,7 +6,7 @@ holds at once.
 Not counted: communication buffers, and fragmentation of the allocator.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
@@ -43,10 +43,17 @@ class PeakMemory:
         return {name: getattr(self, name) for name in names}
 
 
+class Adapters(NamedTuple):
+    """Low-rank adapters: their rank, and the layers that have them (LORA_TARGETS)."""
+
+    rank: int
+    targets: tuple[str, ...]
+
+
 def peak_memory(
     shape: ModelShape, schedule: Schedule, batch: MicroBatch, stages: Sequence[StageSpec], dp: int = 1,
     precision: str = "bf16", zero: bool = True, whole_embedding: bool = False, gradient_copies: int = 0,
-    moments: int = 2, adapters: Callable[[int], tuple[int, int]] | None = None,
+    moments: int = 2, adapters: Adapters | None = None,
 ) -> tuple[PeakMemory, ...]:  # fmt: skip
     """The peak memory of each rank of a pipeline. Compare ranks by their `total`.
 
@@ -57,8 +64,7 @@ def peak_memory(
     gradient_copies: copies of a stage's gradients while replicas sum them, after the stage's last backward: 1 in this
     project, 2 on CPUs, 0 if gradients are in one buffer.
     moments: of the optimizer for a parameter: 2 with AdamW.
-    adapters: for a block, the parameters of its low-rank adapters: those of its experts, and all others. Then only
-    these are trained. None: all parameters are trained.
+    adapters: only these are trained. None: all parameters are.
     """
     element = 4 if precision == "fp32" else 2
     batch = replace(batch, element=element, fp8=precision in ("fp8", "mxfp8"))
@@ -82,7 +88,8 @@ def peak_memory(
         """As `rank_shares`, of the parameters that are trained."""
         if adapters is None:
             return rank_shares(shape, specs, batch)
-        counts = [adapters(layer) for spec in specs for layer in spec.layers]
+        layers = [shape.block(layer) for spec in specs for layer in spec.layers]
+        counts = [layer.adapter_parameters(shape.hidden, *adapters) for layer in layers]
         return sum(others for _, others in counts), -(-sum(experts for experts, _ in counts) // batch.ep), 0
 
     ranks = []

@@ -11,7 +11,6 @@ other layouts.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import torch
@@ -19,11 +18,11 @@ import torch
 from ..kernels.fp8 import RECIPES
 from ..messages import with_suggestions
 from ..models import split
-from ..models.adapters import adapter_parameters
+from ..models.adapters import chosen_targets
 from ..models.config import RECOMPUTE
 from ..models.costs import shape_of
 from ..pipeline.activations import MicroBatch
-from ..pipeline.peak_memory import PeakMemory, peak_memory
+from ..pipeline.peak_memory import Adapters, PeakMemory, peak_memory
 from ..schedule import build
 from .config import TrainConfig
 from .layout_choice import Choice, listed_layers
@@ -37,19 +36,19 @@ def step_memory(config: TrainConfig, choice: Choice, dtype: torch.dtype, device:
     if config.freeze or {*config.model.own_layers} - {"router"}:
         raise ValueError("memory is known only for built-in layers, without frozen parameters")
     cpu, compute, layout, stages = device.type == "cpu", config.compute, choice.layout, choice.schedule.num_stages
-    listed = listed_layers(config)
+    listed, lora = listed_layers(config), config.lora
     batch = MicroBatch(
         choice.micro_batch_size, config.batch.seq_len, ep=layout.ep, cp=layout.cp, recompute=compute.recompute,
         fused_loss=compute.fused_loss, plain=compute.kernels == "reference" or (compute.kernels == "auto" and cpu),
         fp8_block=RECIPES[compute.fp8_recipe].block if compute.fp8 != "off" else 0, qk_norm=config.model.qk_norm,
-        fp32_router=config.model.router_dtype == "float32", frozen=config.lora.rank > 0,
+        fp32_router=config.model.router_dtype == "float32", frozen=lora.rank > 0,
     )  # fmt: skip
     return peak_memory(
         shape_of(config.model), choice.schedule, batch,
         split(config.model, stages, listed if len(listed) == stages else ()), layout.dp,
         "fp32" if dtype.itemsize == 4 else "bf16", config.parallel.zero, whole_embedding=True,
-        gradient_copies=2 if cpu else 1, moments=1 if config.optim.name == "muon" and not config.lora.rank else 2,
-        adapters=partial(adapter_parameters, config.model, config.lora) if config.lora.rank else None,
+        gradient_copies=2 if cpu else 1, moments=1 if config.optim.name == "muon" and not lora.rank else 2,
+        adapters=Adapters(lora.rank, chosen_targets(config.model, lora)) if lora.rank else None,
     )  # fmt: skip
 
 

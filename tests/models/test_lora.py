@@ -10,8 +10,8 @@ from moe_dualpipe.checkpoint import global_weights
 from moe_dualpipe.checkpoint.adapters import adapter_pairs
 from moe_dualpipe.kernels.fp8 import RECIPES
 from moe_dualpipe.models import RECOMPUTE, StageOptions, build_model
-from moe_dualpipe.models.adapters import adapter_parameters
 from moe_dualpipe.models.config import LORA_TARGETS, LoRA
+from moe_dualpipe.models.costs import shape_of
 from moe_dualpipe.pipeline.settings import Parallel
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.schedule import build
@@ -78,7 +78,7 @@ def test_adapters_equal_merged_weights(config):
     values = global_weights(model)
     for parameters in (model, plain):
         for parameter in parameters.parameters():
-            parameter.data = parameter.grad
+            parameter.data = parameter.grad  # type: ignore[assignment]
     grads, merged_grads = global_weights(model), global_weights(plain)
     values = {name: value.clone() for name, value in values.items()}
     for name, pairs in adapter_pairs(values).items():
@@ -130,14 +130,17 @@ def test_an_update_in_any_layout_equals_that_of_one_process(name, pp, dp, ep, cp
     assert {key for values in found for key in values} == expected.keys()
 
 
-def test_the_parameters_of_adapters_are_counted():
-    model = model_of(MLA)
+@pytest.mark.parametrize("config", [MODEL, MLA, replace(MLA, q_rank=0)], ids=["gqa", "mla", "mla without q latent"])
+@pytest.mark.parametrize("targets", [LORA_TARGETS, ("attention",), ("experts", "router"), ("dense", "shared")], ids=str)
+def test_the_parameters_of_adapters_are_counted(config, targets):
+    model, shape = model_of(config, LoRA(3, targets=targets)), shape_of(config)
     for number, block in model.layers.items():
         counts = {True: 0, False: 0}
         for name, parameter in block.named_parameters():
             if ".lora." in name:
                 counts[".experts." in name] += parameter.numel()
-        assert adapter_parameters(MLA, ALL, int(number)) == (counts[True], counts[False])
+        found = shape.block(int(number)).adapter_parameters(shape.hidden, 3, targets)
+        assert found == (counts[True], counts[False])
 
 
 @pytest.mark.parametrize(("changes", "target", "message"), [
