@@ -108,6 +108,8 @@ class EstimateCommand(PlanOptions):
     """What backward recomputes instead of saving it."""
     zero: bool = True
     """Divide the optimizer state over replicas (ZeRO-1)."""
+    lora: int = 0
+    """Rank of low-rank adapters, which --lora of train.py trains. Changes the memory, but not the predicted time."""
     placement: Literal["moved", "copied"] | None = None
     """With --loads: where the experts are. moved: by their loads. copied: also a copy of one on each GPU."""
     explain: bool = False
@@ -120,7 +122,8 @@ class EstimateCommand(PlanOptions):
         check_ranges(self, 1e-6, "measured", high=1e6)
         interleaved = self.vpp > 1 and self.schedule in ("auto", "1f1b")
         schedule = "interleaved_1f1b" if interleaved else "1f1b" if self.schedule == "auto" else self.schedule
-        load = self.workload(schedule=schedule, recompute=self.recompute, zero=self.zero)
+        check_ranges(self, 0, "lora", high=65_536)
+        load = self.workload(schedule=schedule, recompute=self.recompute, zero=self.zero, lora=self.lora)
         numbers = "gpus", "tp", "pp", "vpp", "ep", "cp", "batch_size", "micro_batch_size"
         found = estimate(check_together(self, numbers, lambda chosen: chosen.divided(load)), self.software)
         parts = []

@@ -14,9 +14,10 @@ from itertools import accumulate
 
 import torch
 
+from ...models.config import LORA_TARGETS
 from ...models.costs import shape_of
 from ...pipeline.activations import MicroBatch
-from ...pipeline.peak_memory import PeakMemory, peak_memory
+from ...pipeline.peak_memory import Adapters, PeakMemory, peak_memory
 from ...runtime.known_gpus import known_device
 from ...schedule import Costs, Schedule, build
 from ...training.config import TrainConfig
@@ -40,7 +41,12 @@ def memory_of_ranks(load: Workload) -> tuple[PeakMemory, ...]:
         flash=load.attention != "plain", load=most, fp8_block=load.fp8_block * (load.fp8 != "off"),
     )  # fmt: skip
     schedule = full_schedule(load.schedule, one.pp, load.num_micro_batches, one.chunks)
-    return peak_memory(load.shape, schedule, batch, load.stages, one.dp, load.precision, load.zero)
+    kinds = tuple(kind for kind in LORA_TARGETS if kind != "router")
+    adapters = Adapters(load.lora, kinds) if load.lora else None
+    return peak_memory(
+        load.shape, schedule, replace(batch, frozen=bool(adapters)), load.stages, one.dp, load.precision, load.zero,
+        adapters=adapters,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=512)

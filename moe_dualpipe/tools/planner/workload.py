@@ -58,7 +58,7 @@ class Workload:
     the router. violation: MaxVio of the experts (routing.py); loads: measured loads instead. experts: their places on
     the ranks of an expert group; None: in order. layers: how many each stage has; empty: `stages_of`. host:
     seconds of the CPU for a launch, instead of those fitted to published runs. fp8: as compute.fp8 of train.py; what it
-    does not round to 8 bits is in `precision`.
+    does not round to 8 bits is in `precision`. lora: the rank of adapters, of which only the memory counts; 0: none.
     """
 
     shape: ModelShape
@@ -81,6 +81,7 @@ class Workload:
     layers: tuple[int, ...] = ()
     host: float | None = None
     fp8: Fp8 = "off"
+    lora: int = 0
 
     @cached_property
     def num_micro_batches(self) -> int:
