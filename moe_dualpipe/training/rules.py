@@ -126,7 +126,6 @@ def option_rules(config: TrainConfig) -> Iterator[Rule]:
         config.batch.document_mask and config.batch.special_tokens,
         "--document-mask divides text at end tokens, which batch.special_tokens allows in a document: use one of them",
     )
-    yield Rule(config.batch.document_mask and mtp_layers, f"--document-mask needs model.mtp_layers 0: got {mtp_layers}")
     record, replay = config.batch.record_routes, config.batch.replay_routes
     for name, folder in (("record_routes", record), ("replay_routes", replay)):
         yield Rule(folder and stores.is_url(folder), f"{name} {printable(folder)} must be a local folder")
