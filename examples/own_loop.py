@@ -26,8 +26,8 @@ with join_world() as world:
     optimizer = pipeline.optimizer(config)
     data = load_data(SOURCE, SEQ_LEN)
     for step in range(STEPS):
-        inputs, labels = data.batch(seed=0, step=step, count=SIZE * MICRO_BATCHES, seq_len=SEQ_LEN)
-        losses = pipeline.step(inputs, labels)  # forward and backward of all micro-batches
+        batch = data.batch(seed=0, step=step, count=SIZE * MICRO_BATCHES, seq_len=SEQ_LEN)
+        losses = pipeline.step(*batch)  # forward and backward of all micro-batches
         mean = 1 / pipeline.num_micro_batches
         norm = pipeline.sum_gradients() * mean
         optimizer.step(learning_rate(config, step, STEPS), mean / norm.clamp(min=1.0))

@@ -18,6 +18,7 @@ from moe_dualpipe.kernels.linear import at_least_fp32
 
 from .attention_layer import AttentionLayer
 from .config import ModelConfig
+from .context_parallel import Context
 from .custom_layers import LayerClass, find_layer
 from .kv_cache import KVCache
 from .latent_attention import LatentAttention
@@ -144,20 +145,12 @@ def _head_norm(config: ModelConfig, heads: int) -> nn.Module:
     return JointNorm(heads * config.head_dim, config.norm_eps)
 
 
-def document_numbers(tokens_BS: Tensor, end_id: int) -> Tensor:
-    """The number of documents that end before each position, [B, S] int32. `end_id` belongs to the document it ends.
+def document_mask(documents_BS: Tensor, context: Context | None = None) -> Tensor:
+    """Whether a position attends to another: to the same document, and not to later positions. [B, 1, S, S] bool.
 
-    A training window is cut from a stream of documents. Only the first stage gets the tokens, so these numbers are sent
-    from stage to stage with the hidden states, four bytes a token. Each stage makes the mask, which has S^2 entries.
-    Rotary positions are relative, so attention does not depend on where in the window a document starts.
-
-    Example: end_id=0, [5, 0, 7, 0, 0, 8] -> [0, 0, 1, 1, 2, 3].
+    context: keep only the rows of this rank's positions. Rotary positions are relative, so attention does not depend on
+    where in the sequence a document starts.
     """
-    ends_BS = tokens_BS == end_id
-    return ends_BS.cumsum(1, dtype=torch.int32) - ends_BS.int()
-
-
-def document_mask(documents_BS: Tensor) -> Tensor:
-    """Whether a position attends to another: to the same document, and not to later positions. [B, 1, S, S] bool."""
     same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
-    return same_BSS.tril()[:, None]
+    mask_B1SS = same_BSS.tril()[:, None]
+    return mask_B1SS if context is None else context.cut(mask_B1SS, 2)

@@ -64,11 +64,13 @@ def router_losses(
     ids_BSK: Tensor,
     weights_BS: Tensor | None = None,
     context: Context | None = None,
+    documents_BS: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """The enabled router losses, without their factors, in fp32 at least.
 
     weights_BS: the weight of each position in the mean of its sequence, 0 for padding. None: 1/S. context: the ranks
     that share the sequences; the mean of their losses is that of the whole sequences. Collective over them.
+    documents_BS: as for `sequence_loss`.
     """
     logits_BSE, losses = at_least_fp32(logits_BSE), {}
     if config.sequence_loss:
@@ -76,30 +78,41 @@ def router_losses(
             ids_BSK = logits_BSE.detach().topk(config.experts_per_token, dim=-1).indices
         if weights_BS is not None:
             ids_BSK = ids_BSK.masked_fill(weights_BS[..., None] == 0, -1)
-        losses["sequence_loss"] = sequence_loss(shares(logits_BSE, config), ids_BSK, weights_BS, context)
+        shares_BSE = shares(logits_BSE, config)
+        losses["sequence_loss"] = sequence_loss(shares_BSE, ids_BSK, weights_BS, context, documents_BS)
     if config.z_loss:
         losses["z_loss"] = z_loss(logits_BSE, weights_BS)
     return losses
 
 
 def sequence_loss(
-    shares_BSE: Tensor, ids_BSK: Tensor, weights_BS: Tensor | None = None, context: Context | None = None
-) -> Tensor:
+    shares_BSE: Tensor, ids_BSK: Tensor, weights_BS: Tensor | None = None, context: Context | None = None,
+    documents_BS: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The mean over sequences of sum_E f_E P_E (arXiv 2412.19437, equations 17 to 20).
 
     P_E is the mean share of expert E in the scores. f_E is the number of tokens with expert E among their K best,
     divided by the mean of this number over experts. The loss is 1 if all experts are used equally, and at most E/K.
-    Ids of -1, no expert, are not counted.
+    Ids of -1, no expert, are not counted. documents_BS: the number of the document of each position, below the length
+    of a sequence, with `weights_BS`: the mean is over documents, in place of sequences.
 
     Example: shares [[[0.8, 0.2], [0.6, 0.4]]], ids [[[0], [0]]]: f = [2, 0], P = [0.7, 0.3], so the loss is 1.4.
     """
-    chosen_BC = ids_BSK.flatten(1)
-    valid_BC = (chosen_BC >= 0).to(shares_BSE.dtype)
-    counts_BE = torch.zeros_like(shares_BSE[:, 0]).scatter_add_(1, chosen_BC.clamp(min=0), valid_BC)
+    size, length, experts = shares_BSE.shape
+    numbers_BS1, documents = torch.zeros_like(ids_BSK[..., :1]), 1
+    if documents_BS is not None:
+        numbers_BS1 = documents_BS.clamp(min=0)[..., None].long()
+        documents = length * (context.size if context else 1)  # the most of a sequence, known without a host sync
+    chosen_BC = (numbers_BS1 * experts + ids_BSK.clamp(min=0)).flatten(1)
+    counts_BC = shares_BSE.new_zeros(size, documents * experts)
+    counts_BC.scatter_add_(1, chosen_BC, (ids_BSK >= 0).flatten(1).to(shares_BSE.dtype))
     if context is not None:  # P is a sum over positions, so only f needs those of other ranks
-        counts_BE = context.sum(counts_BE)
-    frequencies_BE = counts_BE * (shares_BSE.shape[2] / counts_BE.sum(1, keepdim=True).clamp(min=1))
-    return (frequencies_BE * _mean(shares_BSE, weights_BS)).sum(1).mean()
+        counts_BC = context.sum(counts_BC)
+    counts_BNE = counts_BC.unflatten(1, (documents, experts))
+    frequencies_BNE = counts_BNE * (experts / counts_BNE.sum(2, keepdim=True).clamp(min=1))
+    if documents_BS is not None:  # of the document of each position
+        frequencies_BNE = frequencies_BNE.gather(1, numbers_BS1.expand_as(shares_BSE))
+    return _mean((frequencies_BNE * shares_BSE).sum(2), weights_BS).mean()
 
 
 def z_loss(logits_BSE: Tensor, weights_BS: Tensor | None = None) -> Tensor:

@@ -311,8 +311,6 @@ class StageOptions:
     """Triton kernels or plain torch (kernels/backend.py)."""
     fused_loss: bool = False
     """Compute head and loss together in blocks of tokens, without storing all logits (kernels/cross_entropy.py)."""
-    document_end_id: int | None = None
-    """The token that ends a document, to attend only within a document. None: attend to all previous positions."""
     num_sms: int | None = None
     """Maximum number of multiprocessors for the products of the experts in Triton, which leaves the others to
     communication. None: all."""

@@ -36,7 +36,8 @@ class MoE(Segmented):
     `expert_parallel` knows the experts; None: their own ids.
 
     For the R sequences of a step, with S positions: training writes the routes `recorded_RSK`, and takes those of
-    `replayed_RSK` that are not -1. `weights_RS`: see `RouterLayer.weights_BS`; tokens with weight 0 go to no expert.
+    `replayed_RSK` that are not -1. `weights_RS`, `documents_RS`: see `RouterLayer`. Tokens with weight 0 go to no
+    expert.
     """
 
     compiled: bool = False
@@ -45,6 +46,7 @@ class MoE(Segmented):
     recorded_RSK: Tensor | None = None
     replayed_RSK: Tensor | None = None
     weights_RS: Tensor | None = None
+    documents_RS: Tensor | None = None
     router: Any
 
     def __init__(
@@ -90,14 +92,17 @@ class MoE(Segmented):
         """
         if rows_B is None and self.weights_RS is not None:
             raise ValueError(
-                "this batch has padding, labels of -100 after the last label of a sequence, which must not count as "
-                "tokens of experts: add the parameter rows_B to `segments` of the block, and pass it to MoE.route"
+                "this batch has padding or documents, which must not count as tokens of experts or as one sequence: "
+                "add the parameter rows_B to `segments` of the block, and pass it to MoE.route"
             )
-        replay = () if rows_B is None or self.replayed_RSK is None else (self.replayed_RSK[rows_B].flatten(0, 1),)
-        weights_BS = None if rows_B is None or self.weights_RS is None else self.weights_RS[rows_B]
-        self.router.weights_BS = weights_BS
-        weights_TK, ids_TK, *losses = call_router(self.router, x, self.expert_parallel.num_experts, *replay)
-        self.router.weights_BS = None
+        of_step = self.replayed_RSK, self.weights_RS, self.documents_RS
+        replay, weights_BS, documents_BS = (
+            None if rows_B is None or all_ is None else all_[rows_B] for all_ in of_step
+        )
+        self.router.weights_BS, self.router.documents_BS = weights_BS, documents_BS
+        replayed = () if replay is None else (replay.flatten(0, 1),)
+        weights_TK, ids_TK, *losses = call_router(self.router, x, self.expert_parallel.num_experts, *replayed)
+        self.router.weights_BS = self.router.documents_BS = None
         if rows_B is not None and self.recorded_RSK is not None:
             self.recorded_RSK[rows_B] = ids_TK.unflatten(0, x.shape[:2])
         if weights_BS is not None:

@@ -28,6 +28,7 @@ from moe_dualpipe.kernels.fuse import fuse
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 from moe_dualpipe.overlap.labels import LOSS
 
+from .attention import document_mask
 from .auxiliary_losses import weighted
 from .block import block_class, block_parts
 from .config import ModelConfig, StageOptions
@@ -42,21 +43,23 @@ CrossEntropy = Callable[[Tensor, Tensor], Tensor]
 
 class MTPBatch(NamedTuple):
     """targets: from `targets`, of the positions of this rank. weights: the weight of the micro-batch in the loss of
-    each module. rows_B: see `MoE.route`."""
+    each module. rows_B: see `MoE.route`. documents_BS: as for `TransformerStage`."""
 
     targets: Sequence[tuple[Tensor, Tensor]]
     weights: Sequence[float]
     rows_B: Tensor | None = None
+    documents_BS: Tensor | None = None
 
 
 def targets(
-    modules: int, labels_BS: Tensor, tokens_BS: Tensor | None = None, context: Context | None = None
-) -> list[tuple[Tensor, Tensor]]:
+    modules: int, labels_BS: Tensor, tokens_BS: Tensor | None = None, context: Context | None = None,
+    documents_BS: Tensor | None = None,
+) -> list[tuple[Tensor, Tensor]]:  # fmt: skip
     """For module k, its input tokens t_{i+k} and labels t_{i+k+1}, for each i that has them, [B, S - k].
 
     labels_BS, tokens_BS: of whole sequences. tokens_BS: the inputs of the model, whose tokens are embedded where a
     label is ignored. context: return only this rank's positions, [B, s]; the last k of a sequence have labels of -100.
-    Raises ValueError for short sequences.
+    documents_BS: labels of another document than that of position i are -100. Raises ValueError for short sequences.
     """
     if (length := labels_BS.shape[1]) <= modules:
         raise ValueError(
@@ -69,6 +72,11 @@ def targets(
         known_BS = torch.where(labels_BS >= 0, labels_BS, next_BS)
     # labels_i is t_{i+1}: position i gets the token t_{i+k} = labels_{i+k-1}, and predicts labels_{i+k}.
     found = [(known_BS[:, k - 1 : -1], labels_BS[:, k:]) for k in range(1, modules + 1)]
+    if documents_BS is not None:
+        found = [
+            (tokens, labels.masked_fill(documents_BS[:, k:] != documents_BS[:, :-k], -100))
+            for k, (tokens, labels) in enumerate(found, 1)
+        ]
     if context is None:
         return found
     pads = ((0, k) for k in range(1, modules + 1))
@@ -114,7 +122,7 @@ class MTP(Segmented):
 
     def __init__(self, config: ModelConfig, expert_parallel: ExpertParallel, options: StageOptions):
         super().__init__()
-        self.weight, self.count = config.mtp_weight, 0
+        self.weight, self.count, self.context = config.mtp_weight, 0, options.context
         self.total: Tensor | float = 0.0
         for i, layer in enumerate(config.mtp_blocks):
             self.add_module(str(i), MTPModule(config, layer, expert_parallel, options))
@@ -131,7 +139,11 @@ class MTP(Segmented):
         for module, (tokens_BS, labels_of_k_BS), weight in parts_of_k:
             assert isinstance(module, MTPModule)
             x_BSD = yield Compute("embed", partial(module.input, embedding, tokens_BS), h_BSD)
-            segments = block_parts(module.block, module.layer, (x_BSD,), rows_B=batch.rows_B)
+            mask_B1SS = None
+            if batch.documents_BS is not None:
+                length = batch.documents_BS.shape[1] if self.context else tokens_BS.shape[1]
+                mask_B1SS = document_mask(batch.documents_BS[:, :length], self.context)
+            segments = block_parts(module.block, module.layer, (x_BSD,), mask_B1SS=mask_B1SS, rows_B=batch.rows_B)
             parts = yield from in_layer(module.layer, segments, custom_source(module.block))
             output = partial(module.output, cross_entropy, labels_of_k_BS, weight)
             h_BSD, loss = yield Compute("head", output, *parts)

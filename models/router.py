@@ -57,6 +57,9 @@ class RouterLayer(nn.Module):
     """Set by the model: the ranks that share each sequence; then S are this rank's positions (context_parallel.py)."""
     weights_BS: Tensor | None = None
     """Set for each call: the weight of each position in a mean over its sequence, 0 for padding. None: 1/S."""
+    documents_BS: Tensor | None = None
+    """Set for each call, with `weights_BS`: the number of the document of each position, -1 for padding; the means are
+    then over documents. None: a sequence is one document."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         raise NotImplementedError(f"{type(self).__name__} must define forward(x)")
@@ -103,7 +106,9 @@ class Router(RouterLayer):
             return weights_TK, ids_TK
         length = x.shape[-2]
         logits_BSE, ids_BSK = (rows.unflatten(0, (-1, length)) for rows in (logits_TE, ids_TK))
-        losses = router_losses(self.config, logits_BSE, ids_BSK, self.weights_BS, self.context)
+        losses = router_losses(
+            self.config, logits_BSE, ids_BSK, self.weights_BS, self.context, self.documents_BS
+        )  # fmt: skip
         weights_TK = attach(weights_TK, *(self.factors[name] * loss for name, loss in losses.items()))
         return weights_TK, ids_TK, torch.stack([loss.detach() for loss in losses.values()])
 

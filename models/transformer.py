@@ -24,7 +24,7 @@ from moe_dualpipe.kernels.weight_grads import WeightGrads
 from moe_dualpipe.overlap import Compute, Segmented, Segments, in_layer
 
 from .adapters import add_adapters
-from .attention import document_mask, document_numbers
+from .attention import document_mask
 from .auxiliary_losses import attach, weighted
 from .block import block_class, block_parts, check_context
 from .config import DEFAULT_OPTIONS, LoRA, ModelConfig, StageOptions
@@ -41,12 +41,10 @@ class TransformerStage(Segmented):
 
     With a `cache` (kv_cache.py), x follows the cached positions and is added to the cache; only without gradients.
 
-    With `options.document_end_id`, positions attend only within their document. Each stage but the last also returns
-    the document numbers [B, S], the second argument of the next stage. With a cache there is only one document.
+    documents_BS: the number of the document of each position: positions attend only within their document. Each stage
+    but the last then also returns them, as the second argument of the next stage. None: attend to all positions before.
     With `options.context`, x has the positions of this rank, and the document numbers those of all.
     rows_B: the numbers of the sequences in the step, for `MoE.route`.
-
-    Raises ValueError for `mtp_layers` with `document_end_id`.
     """
 
     companions: Mapping[str, str] = {}
@@ -57,8 +55,6 @@ class TransformerStage(Segmented):
         options: StageOptions = DEFAULT_OPTIONS,
     ):  # fmt: skip
         super().__init__()
-        if options.document_end_id is not None and config.mtp_layers:
-            raise ValueError("multi-token prediction has no document mask: use no document_end_id, or mtp_layers 0")
         self.config, self.spec, self.options = config, spec, options
         self.head_in_loss = options.fused_loss or bool(spec.mtp)
         expert_parallel = expert_parallel or Local(config.num_experts, options.kernels)
@@ -101,11 +97,7 @@ class TransformerStage(Segmented):
     def segments(
         self, x: Tensor, documents_BS: Tensor | None = None, cache: KVCache | None = None, rows_B: Tensor | None = None
     ) -> Segments:
-        if self.options.document_end_id is not None and documents_BS is None and self.spec.embedding and cache is None:
-            documents_BS = document_numbers(x, self.options.document_end_id)
-        mask_B1SS = None if documents_BS is None else document_mask(documents_BS)
-        if mask_B1SS is not None and self.options.context is not None:
-            mask_B1SS = self.options.context.cut(mask_B1SS, 2)
+        mask_B1SS = None if documents_BS is None else document_mask(documents_BS, self.options.context)
         parts = (x,)
         if self.spec.embedding:
             parts = ((yield Compute("embed", self.embedding, x)),)

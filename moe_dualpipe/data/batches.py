@@ -24,6 +24,8 @@ from .tokenizer import BYTES, Tokenizer, digest, find_tokenizer
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..pipeline.labels import Batch
+
 
 FINGERPRINT_PARTS, FINGERPRINT_TOKENS = 256, 64  # read of a file
 
@@ -53,15 +55,18 @@ class TextData:
 
     sources: tuple[Source, ...]
     tokenizer: Tokenizer = BYTES
+    document_mask: bool = False
+    """Whether batches have the numbers of documents. The token after the end of one is no label."""
     has_held_out: ClassVar[bool] = True
-    all_labeled: ClassVar[bool] = True
-    """Whether no label is -100."""
     last: ClassVar[tuple[()]] = ()
     """Nothing to compare between ranks: batches are a function of the seed and the step."""
 
-    def batch(
-        self, seed: int, step: int, count: int, seq_len: int, rows: range | None = None
-    ) -> "tuple[Tensor, Tensor]":
+    @property
+    def all_labeled(self) -> bool:
+        """Whether no label is -100."""
+        return not self.document_mask
+
+    def batch(self, seed: int, step: int, count: int, seq_len: int, rows: range | None = None) -> "Batch":
         """Draw the `count` sequences of a step: inputs and labels, each [B, S] int64.
 
         rows: the sequences to read; None: all. A step has the same sequences whichever rows a rank reads.
@@ -76,7 +81,7 @@ class TextData:
         own = slice(None) if rows is None else slice(rows.start, rows.stop)
         return self._read([*zip(streams, starts.tolist(), strict=True)][own], seq_len)
 
-    def held_out_batch(self, first: int, count: int, total: int, seq_len: int) -> "tuple[Tensor, Tensor]":
+    def held_out_batch(self, first: int, count: int, total: int, seq_len: int) -> "Batch":
         """Return sequences `first` to `first + count` of `total`, spaced evenly over the held-out text.
 
         Each source gets its share of `total`, rounded, so its weight is the same in the validation and training losses.
@@ -151,7 +156,7 @@ class TextData:
                 f"{printable(checkpoint)} was trained with another tokenizer: {saved}; --data has {self.tokenizer}"
             )
 
-    def _read(self, windows: list[tuple[TokenStream, int]], seq_len: int) -> "tuple[Tensor, Tensor]":
+    def _read(self, windows: list[tuple[TokenStream, int]], seq_len: int) -> "Batch":
         import torch  # not at the top: `moe-dualpipe data` starts faster without it
 
         rows = np.stack([stream[start : start + seq_len + 1] for stream, start in windows]).astype(np.int64)
@@ -165,7 +170,25 @@ class TextData:
             name, first = (stream.file.path, stream.first) if isinstance(stream, TokensOnDisk) else ("the text", 0)
             raise vocabulary_error(name, first + start, rows[row], self.tokenizer.vocab_size)
         tokens = torch.from_numpy(rows)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return batch_of(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), self._end_id)
+
+    @property
+    def _end_id(self) -> int | None:
+        return self.tokenizer.end_id if self.document_mask else None
+
+
+def batch_of(inputs_BS: "Tensor", labels_BS: "Tensor", end_id: int | None) -> "Batch":
+    """A batch; with the token `end_id`, which ends a document, also the numbers of its documents.
+
+    The label of the end of a document is ignored.
+    Example: end_id=0, inputs [5, 0, 7, 0, 0, 8] -> documents [0, 0, 1, 1, 2, 3].
+    """
+    from ..pipeline.labels import Batch
+
+    if end_id is None:
+        return Batch(inputs_BS, labels_BS)
+    ends_BS = inputs_BS == end_id
+    return Batch(inputs_BS, labels_BS.masked_fill(ends_BS, -100), ends_BS.cumsum(1) - ends_BS.long())
 
 
 def _size(sources: Sequence[Source]) -> str:
@@ -175,8 +198,9 @@ def _size(sources: Sequence[Source]) -> str:
 
 # ---- Batches from a program instead of text ----
 
-Batches = Callable[[int], "tuple[Tensor, Tensor]"]
-"""(number of steps before this one) -> inputs and labels of the whole step, each [B, S]. The same on all ranks."""
+Batches = Callable[[int], "tuple[Tensor, Tensor] | Batch"]
+"""(number of steps before this one) -> inputs and labels of the whole step, each [B, S], and perhaps the numbers of
+documents. The same on all ranks."""
 
 
 class GivenBatches:
@@ -184,7 +208,7 @@ class GivenBatches:
 
     shape: [B, S] of a step. vocab_size: of the model. validation: inputs and labels, each [N, S], where N is a multiple
     of B; None: no validation. tokenizer: for samples, and saved in checkpoints. first_step: the number of steps before
-    the first one, for `fingerprint`.
+    the first one, for `fingerprint`. document_mask: as for `TextData`.
 
     Raises ValueError for validation sequences of another shape, with invalid ids, or without any label.
     """
@@ -194,28 +218,24 @@ class GivenBatches:
 
     def __init__(
         self, batches: Batches, shape: tuple[int, int], vocab_size: int, tokenizer: Tokenizer,
-        validation: "tuple[Tensor, Tensor] | None" = None, first_step: int = 0,
+        validation: "tuple[Tensor, Tensor] | Batch | None" = None, first_step: int = 0, document_mask: bool = False,
     ):  # fmt: skip
         self.batches, self.shape, self.vocab_size, self.tokenizer = batches, shape, vocab_size, tokenizer
-        self.first_step = first_step
-        self._last: tuple[int, tuple[Tensor, Tensor]] | None = None
+        self.first_step, self._end_id = first_step, tokenizer.end_id if document_mask else None
+        self._last: tuple[int, Batch] | None = None
         self.validation = None if validation is None else self._checked("validation", validation, multiple=True)
 
-    def batch(
-        self, seed: int, step: int, count: int, seq_len: int, rows: range | None = None
-    ) -> "tuple[Tensor, Tensor]":
+    def batch(self, seed: int, step: int, count: int, seq_len: int, rows: range | None = None) -> "Batch":
         """Sequences `rows` of a step, or all: inputs and labels, each [B, S]."""
-        inputs_BS, labels_BS = self.whole(step)
-        own = slice(None) if rows is None else slice(rows.start, rows.stop)
-        return inputs_BS[own], labels_BS[own]
+        whole = self.whole(step)
+        return whole if rows is None else whole.rows(rows.start, rows.stop)
 
-    def held_out_batch(self, first: int, count: int, total: int, seq_len: int) -> "tuple[Tensor, Tensor]":
+    def held_out_batch(self, first: int, count: int, total: int, seq_len: int) -> "Batch":
         """Validation sequences `first` to `first + count`."""
         assert self.validation is not None
-        inputs_NS, labels_NS = self.validation
-        return inputs_NS[first : first + count], labels_NS[first : first + count]
+        return self.validation.rows(first, first + count)
 
-    def whole(self, step: int) -> "tuple[Tensor, Tensor]":
+    def whole(self, step: int) -> "Batch":
         """All sequences of a step. Calls `batches` once, even if a step is run again.
 
         Raises ValueError for a batch of another shape, with ids outside the vocabulary, or without any label.
@@ -235,29 +255,32 @@ class GivenBatches:
     def fingerprint(self) -> int:
         """A 63-bit hash of the first batch and of the validation sequences: all ranks must pass the same ones."""
         content = hashlib.blake2b(digest_size=8)
-        for tensor in (*self.whole(self.first_step), *(self.validation or ())):
+        batches = self.whole(self.first_step), *([self.validation] if self.validation else ())
+        for tensor in (tensor for batch in batches for tensor in batch.tensors.values()):
             content.update(tensor.cpu().contiguous().numpy().data)
         return int.from_bytes(content.digest()) >> 1
 
     @property
     def last(self) -> "tuple[Tensor, ...]":
         """The last batch, which must be the same on all ranks."""
-        return self._last[1] if self._last else ()
+        return tuple(self._last[1].tensors.values()) if self._last else ()
 
-    def _checked(self, name: str, pair: Any, multiple: bool = False) -> "tuple[Tensor, Tensor]":
+    def _checked(self, name: str, pair: Any, multiple: bool = False) -> "Batch":
         """The pair, as int64. Raises ValueError that starts with `name`. multiple: any multiple of B sequences."""
         import torch  # not at the top: `moe-dualpipe data` starts faster without it
 
-        from ..pipeline.labels import token_ids
+        from ..pipeline.labels import Batch, token_ids
 
         number, length = self.shape
-        tensors = pair if isinstance(pair, tuple | list) else [pair]
+        tensors = [t for t in pair if t is not None] if isinstance(pair, tuple | list) else [pair]
         shapes = [[*t.shape] if isinstance(t, torch.Tensor) else type(t).__name__ for t in tensors]
         wanted = f"(inputs, labels), each {'a multiple of ' * multiple}[{number}, {length}]"
         rows = shapes[0][0] if multiple and shapes and isinstance(shapes[0], list) and shapes[0] else number
-        if shapes != [[rows, length]] * 2 or not rows or rows % number:
+        if shapes not in ([[rows, length]] * 2, [[rows, length]] * 3) or not rows or rows % number:
             raise ValueError(f"{name} must be {wanted}: got {', '.join(map(str, shapes))}")
-        inputs, labels = (token_ids(f"{name}: {k}", t) for k, t in zip(("inputs", "labels"), tensors, strict=True))
+        inputs, labels, *documents = (
+            token_ids(f"{name}: {k}", t) for k, t in zip(("inputs", "labels", "documents"), tensors, strict=False)
+        )
         for kind, tensor, low in (("inputs", inputs, 0), ("labels", labels, -100)):
             if tensor.is_cuda:  # the host would wait for the result
                 continue
@@ -267,4 +290,4 @@ class GivenBatches:
                 raise ValueError(f"{name}: {kind} must be from 0 to {self.vocab_size - 1}{also}: got {wrong}")
         if not (labels >= 0).any():
             raise ValueError(f"{name} has no label: all of them are -100, so there is no loss")
-        return inputs, labels
+        return Batch(inputs, labels, *documents) if documents else batch_of(inputs, labels, self._end_id)

@@ -28,7 +28,7 @@ from ..models import (
     split,
     stacked_matrices,
 )  # fmt: skip
-from ..models.attention import document_numbers
+from ..models.auxiliary_losses import loss_factors
 from ..models.context_parallel import Context, check_context
 from ..models.mtp import MTPBatch, targets
 from ..overlap import WeightGrads
@@ -49,7 +49,7 @@ from ..runtime.warm_up import load_kernels
 from ..runtime.zero import Shards
 from ..schedule import Action, Schedule
 from .balance import Balance
-from .labels import StepLabels, all_equal, check_shape, checksum_terms, step_labels, token_ids
+from .labels import Batch, StepLabels, all_equal, check_shape, checksum_terms, step_labels, token_ids
 from .settings import NOT_PARALLEL, ON_CPU, Numerics, Parallel
 from .update_order import Gradients, UpdateOrder
 
@@ -101,16 +101,13 @@ class Pipeline:
             experts = Fp8Dispatch(experts, self.options.fp8)
         self.stages = build_on_all_ranks(lambda: self._build_stages(experts))
         embedding = share_embedding(self.stages.values())
-        hidden = TensorSpec((*own, model.hidden_size), self.dtype)
-        documents = [TensorSpec(micro_batch, torch.int32)] * (self.options.document_end_id is not None)
-        links = P2P.connect(
-            self.groups.pipeline, [hidden, *documents], self.device, timeout=timeout, directions=self.groups.links
-        )
+        links = P2P.connect(self.groups.pipeline, (), self.device, timeout=timeout, directions=self.groups.links)
         # Without transfers in the background, only a context or a custom block can have communication to hide.
         hidden_transfers = backend.in_background or self.context is not None or "block" in model.own_layers
         overlap = parallel.overlap and hidden_transfers
         deferred = WeightGrads(parallel.max_deferred, parallel.wgrad == "late")
         self.executor = Executor(self.stages, links, deferred, overlap, on_action)
+        self.send_documents(False)
         self.replicas = replica_sets(self.stages.values(), self.groups, embedding)
         self.background, self.divided = Background(self.device), False
         self.order = StageOrder.of(schedule, self.stages)
@@ -161,17 +158,20 @@ class Pipeline:
         return optimizer
 
     def step(
-        self, inputs_BS: Tensor, labels_BS: Tensor, sum_gradients: bool = False, num_labels: float | None = None
-    ) -> list[Tensor]:
+        self, inputs_BS: Tensor, labels_BS: Tensor, documents_BS: Tensor | None = None, *, sum_gradients: bool = False,
+        num_labels: float | None = None,
+    ) -> list[Tensor]:  # fmt: skip
         """Run forward and backward of one batch; under `torch.no_grad()`, only forward.
 
         sum_gradients: start the sum of a stage's gradients over replicas when they are complete, while the pipeline
         drains. Call `sum_gradients` afterwards, before another step. For the last batch of an update.
 
         inputs_BS, labels_BS: token ids of `num_sequences` sequences, the same on all ranks of a pipeline. Labels of
-        -100 are ignored, and so are, with a document mask, those of the tokens that end a document. Positions after
-        the last label of a sequence are padding: they count in no loss and no expert load (labels.py). num_labels: the
-        number of the other labels on all data-parallel ranks; None: count them.
+        -100 are ignored. Positions after the last label of a sequence are padding: they count in no loss and no expert
+        load (labels.py). num_labels: the number of the other labels on all data-parallel ranks; None: count them.
+        documents_BS: the number of the document of each position, below S, or -1 for padding. A document does not
+        depend on the others: for attention, MTP and router losses, it is a sequence of its own. None: a sequence is one
+        document.
 
         Returns a loss for each micro-batch whose last stage is on this rank, in nats per token. A micro-batch with
         more labels than the average counts proportionally more, so the mean of all losses (`mean_loss`) is the mean
@@ -179,24 +179,23 @@ class Pipeline:
         Raises ValueError for inputs or labels of another shape, for a batch without any label, and for one that
         differs between the ranks of a pipeline, which the first step and every 100th compare.
         """
+        self.send_documents(documents_BS is not None)
         if not self._kernels_loaded:
             self.load_kernels()
         self._order.before_step()
         trains = torch.is_grad_enabled()
-        tokens_RS, labels_RS = token_ids("inputs", inputs_BS), token_ids("labels", labels_BS)
-        for name, tensor in (("inputs", tokens_RS), ("labels", labels_RS)):
+        given = Batch(inputs_BS, labels_BS, documents_BS).tensors
+        for name, tensor in given.items():
             check_shape(name, tensor, self.schedule.num_micro_batches, self.micro_batch)
-        self._check_same_batch(tokens_RS, labels_RS)
-        ignored_RS = None if (end_id := self.options.document_end_id) is None else tokens_RS == end_id
-        depths = self.model.mtp_layers * trains
-        found = step_labels(labels_RS, ignored_RS, self.micro_batch[0], self.layout, depths, num_labels, self.context)
-        if ignored_RS is not None:
-            labels_RS = labels_RS.masked_fill(ignored_RS, -100)
+        batch = Batch(*(token_ids(name, tensor) for name, tensor in given.items())).checked()
+        self._check_same_batch(*batch.tensors.values())
+        depths, routers = self.model.mtp_layers * trains, trains and self._routers_see_sequences
+        found = step_labels(batch, self.micro_batch[0], self.layout, depths, num_labels, self.context, routers)
         sums = self._gradient_sums() if sum_gradients else None
         if self.whole is not None and trains:
-            losses = self._run_whole(tokens_RS, labels_RS, found)
+            losses = self._run_whole(batch, found)
         else:
-            losses = self._run_schedule(tokens_RS, labels_RS, found, sums)
+            losses = self._run_schedule(batch, found, sums)
         if sums:
             sums.start_all()
         if trains:
@@ -205,9 +204,12 @@ class Pipeline:
             self._on_action(None)
         return losses
 
-    def _run_schedule(
-        self, tokens_RS: Tensor, labels_RS: Tensor, found: StepLabels, sums: GradientSums | None
-    ) -> list[Tensor]:
+    @property
+    def _routers_see_sequences(self) -> bool:
+        """Whether a router has a loss, which may be a mean over the positions of a sequence."""
+        return bool(loss_factors(self.model)) or "router" in self.model.own_layers
+
+    def _run_schedule(self, batch: Batch, found: StepLabels, sums: GradientSums | None) -> list[Tensor]:
         schedule, pp_rank, last = self.schedule, self.layout.pp_rank, self.schedule.num_stages - 1
         layers, size = self.balance.layers.values(), self.micro_batch[0]
         trains = torch.is_grad_enabled()
@@ -215,24 +217,28 @@ class Pipeline:
         routes = any(moe.recorded_RSK is not None or moe.replayed_RSK is not None for moe in layers)
         by_row = padded or (trains and routes)
         inputs, labels, arguments = {}, {}, {}
-        no_documents = [None] * (self.options.document_end_id is None)
-        for m, (x, y) in enumerate(zip(tokens_RS.split(size), labels_RS.split(size), strict=True)):
+        no_documents = [None] * (batch.documents is None)
+        for m, (x, y, documents) in enumerate(batch.split(size)):
             rows_B = torch.arange(m * size, (m + 1) * size, device=self.device) if by_row else None
             weight, *mtp_weights = found.micro_batches[m]
             if schedule.rank_of(0, m) == pp_rank:
-                inputs[m] = tuple(queue_copy(tensor, self.device) for tensor in self.inputs_of(x))
+                inputs[m] = self.inputs_of(x, documents)
             if schedule.rank_of(last, m) == pp_rank:
                 mtp = None
                 if mtp_weights:
-                    shifted = targets(len(mtp_weights), y, x, self.context)
+                    shifted = targets(len(mtp_weights), y, x, self.context, documents)
                     there = [(queue_copy(t, self.device), queue_copy(u, self.device)) for t, u in shifted]
-                    mtp = MTPBatch(there, mtp_weights, rows_B)
+                    copied = None if documents is None else queue_copy(documents, self.device)
+                    mtp = MTPBatch(there, mtp_weights, rows_B, copied)
                 labels[m] = (queue_copy(self.cut(y), self.device), weight, mtp)
             arguments[m] = (*no_documents, None, rows_B)  # no cache
         criterion = self.stages[last].loss if last in self.stages else None
         for moe in layers if padded else ():
             assert found.positions is not None
             moe.weights_RS = queue_copy(found.positions[max(0, moe.layer - self.model.num_layers + 1)], self.device)
+            if batch.documents is not None:
+                numbers = self.cut(batch.documents)[:, : moe.weights_RS.shape[1]]
+                moe.documents_RS = queue_copy(numbers.contiguous(), self.device)
         try:
             with weights_unchanged() if self.options.fp8 else nullcontext():
                 on_gradients = sums.complete if sums else None
@@ -241,20 +247,25 @@ class Pipeline:
                 )
         finally:
             for moe in layers:
-                moe.weights_RS = None
+                moe.weights_RS = moe.documents_RS = None
         return list(result.losses.values())
+
+    def send_documents(self, send: bool) -> None:
+        """Say whether stages send the numbers of documents, four bytes a token, along with hidden states."""
+        hidden = TensorSpec((*self.own_shape, self.model.hidden_size), self.dtype)
+        documents = [TensorSpec(self.micro_batch, torch.int32)] * send
+        self.executor.p2p = self.executor.p2p.with_specs([hidden, *documents])
 
     def cut(self, x_BS: Tensor) -> Tensor:
         """The positions of `x_BS` that this rank runs."""
         return x_BS if self.context is None else self.context.cut(x_BS)
 
-    def inputs_of(self, tokens_BS: Tensor) -> tuple[Tensor, ...]:
-        """The inputs of the first stage: the tokens of this rank's positions, and with a document mask the numbers of
-        the documents of all positions."""
-        end_id = self.options.document_end_id
-        return self.cut(tokens_BS), *(() if end_id is None else (document_numbers(tokens_BS, end_id),))
+    def inputs_of(self, tokens_BS: Tensor, documents_BS: Tensor | None) -> tuple[Tensor, ...]:
+        """The inputs of the first stage: the tokens of this rank's positions, and the document numbers of all."""
+        tensors = (self.cut(tokens_BS),) if documents_BS is None else (self.cut(tokens_BS), documents_BS)
+        return tuple(queue_copy(tensor, self.device) for tensor in tensors)
 
-    def _run_whole(self, tokens_RS: Tensor, labels_RS: Tensor, found: StepLabels) -> list[Tensor]:
+    def _run_whole(self, batch: Batch, found: StepLabels) -> list[Tensor]:
         """Run each micro-batch as one graph, or as one compiled function."""
         assert self.whole is not None
         if found.positions is not None or any(weight != 1 for _, *mtp in found.micro_batches for weight in mtp):
@@ -264,8 +275,10 @@ class Pipeline:
                 "--compile off and --set compute.cuda_graphs=false"
             )
         weights = queue_copy(torch.tensor([weight for weight, *_ in found.micro_batches]), self.device)
-        tokens, labels = (queue_copy(t, self.device).split(self.micro_batch[0]) for t in (tokens_RS, labels_RS))
-        return [self.whole(*batch) for batch in zip(tokens, labels, weights, strict=True)]
+        return [
+            self.whole(self.inputs_of(x, documents), (queue_copy(y, self.device), weight))
+            for (x, y, documents), weight in zip(batch.split(self.micro_batch[0]), weights, strict=True)
+        ]
 
     def _check_same_batch(self, *tensors: Tensor) -> None:
         """Raise ValueError, on all ranks, if the batches of the ranks of a pipeline differ. The first step and every
@@ -282,16 +295,16 @@ class Pipeline:
                 "same ones on each, for example by seeding torch.randint with the number of the step"
             )
 
-    def _graph(self, *batch: Tensor) -> Tensor:
+    def _graph(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
         """Capture a CUDA graph, for later micro-batches too, and run this one. Returns its loss."""
         stages, criterion = self._whole_model()
-        self.whole = MicroBatchGraph(stages, self.executor.weight_grads, criterion, *batch)
-        return self.whole(*batch)
+        self.whole = MicroBatchGraph(stages, self.executor.weight_grads, criterion, inputs, labels)
+        return self.whole(inputs, labels)
 
-    def _compiled(self, *batch: Tensor) -> Tensor:
+    def _compiled(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
         """Compile a function, for later micro-batches too, and run this one. Returns its loss."""
         self.whole = CompiledMicroBatch(*self._whole_model())
-        return self.whole(*batch)
+        return self.whole(inputs, labels)
 
     def _whole_model(self) -> tuple[list[TransformerStage], Criterion]:
         stages = [self.stages[index] for index in sorted(self.stages)]
@@ -303,8 +316,8 @@ class Pipeline:
         criterion = self.stages[last].loss if last in self.stages else None
         with torch.random.fork_rng():  # the inputs and dropout
             tokens_BS = torch.randint(self.model.vocab_size, shape, device=self.device)
-            received = tuple(spec.random(self.device) for spec in self.executor.p2p.specs)
-            inputs = {index: received if index else (tokens_BS,) for index in self.stages}
+            hidden, *documents = (spec.random(self.device) for spec in self.executor.p2p.specs)
+            inputs = {index: (hidden if index else tokens_BS, *documents) for index in self.stages}
             load_kernels(self.stages, inputs, self.executor.weight_grads, criterion, (tokens_BS,))
         for layer in self.balance.layers.values():
             layer.take_losses()
@@ -350,14 +363,9 @@ class Pipeline:
             text += f"; products of experts use at most {sms} SMs, dispatch and combine {EXPERTS.max_ctas}"
         return text
 
-    def count_labels(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-        """The number of labels that count in `batches` of inputs and labels, on all data-parallel ranks. Collective."""
-        total = torch.zeros((), dtype=torch.float64)
-        for inputs_RS, labels_RS in batches:
-            counted_RS = labels_RS >= 0
-            if (end_id := self.options.document_end_id) is not None:
-                counted_RS &= inputs_RS != end_id
-            total += counted_RS.sum().cpu()
+    def count_labels(self, batches: Iterable[Batch]) -> float:
+        """The number of labels that count in `batches`, on all data-parallel ranks. Collective."""
+        total = torch.tensor(sum(float((batch.labels >= 0).sum()) for batch in batches), dtype=torch.float64)
         return sum_over_ranks(total).item() / (self.layout.pp * self.layout.cp)
 
     def mean_loss(self, losses: Sequence[Tensor]) -> float:

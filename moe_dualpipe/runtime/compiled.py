@@ -38,22 +38,22 @@ class CompiledMicroBatch:
         run.__code__ = run.__code__.replace()  # torch.compile caches by code object, so each model needs its own
         self.compiled = torch.compile(run, fullgraph=True, dynamic=False, backend=fuse.BACKEND)
 
-    def __call__(self, tokens_BS: Tensor, *labels: Tensor) -> Tensor:
+    def __call__(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
         """Add the gradients of a micro-batch to those of the parameters, and return its loss."""
         grads = [(tensor, tensor.grad) for tensor in self.state.values() if tensor.grad is not None]
         for tensor, _ in grads:  # torch.compile would compile again for tensors with gradients
             tensor.grad = None
         try:
-            loss = self.compiled(self.state, tokens_BS, *labels)
+            loss = self.compiled(self.state, tuple(inputs), tuple(labels))
         finally:
             for tensor, grad in grads:
                 tensor.grad = grad
         loss.backward()
         return loss.detach()
 
-    def _run(self, state: dict[str, Tensor], tokens_BS: Tensor, *labels: Tensor) -> Tensor:
+    def _run(self, state: dict[str, Tensor], inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
         # Stages with one embedding share its module: torch would replace it twice, and restore a traced tensor.
-        return functional_call(self.model, state, (tokens_BS, *labels), tie_weights=False)
+        return functional_call(self.model, state, (inputs, labels), tie_weights=False)
 
 
 class _InOrder(nn.Module):
@@ -62,8 +62,8 @@ class _InOrder(nn.Module):
         self.stages = nn.ModuleList(modules)
         self.criterion = criterion
 
-    def forward(self, tokens_BS: Tensor, *labels: Tensor) -> Tensor:
-        outputs: Any = (tokens_BS,)
+    def forward(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
+        outputs: Any = inputs
         for stage in self.stages:
             segments: Any = stage.segments
             outputs = wait_for_inputs(as_tuple(_in_order(segments(*outputs))))

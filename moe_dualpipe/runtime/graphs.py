@@ -39,17 +39,17 @@ def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
 class MicroBatchGraph:
     """Forward, loss and backward of a micro-batch through all stages of a model, which are on this rank.
 
-    modules: the stages in their order. criterion: `criterion(*outputs, *labels)` returns the loss. tokens,
-    labels: those of a micro-batch, for their shapes, dtypes and device. The capture changes no gradient and no buffer.
+    modules: the stages in their order. criterion: `criterion(*outputs, *labels)` returns the loss. inputs, labels: the
+    arguments of a micro-batch, for their shapes, dtypes and device. The capture changes no gradient and no buffer.
     Parameters must not be frozen or replaced afterwards.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], weight_grads: WeightGrads, criterion: Criterion, tokens: Tensor,
-        *labels: Tensor,
+        self, modules: Sequence[nn.Module], weight_grads: WeightGrads, criterion: Criterion,
+        inputs: Sequence[Tensor], labels: Sequence[Tensor],
     ) -> None:  # fmt: skip
         self.modules, self.weight_grads, self.criterion = modules, weight_grads, criterion
-        self.inputs = tokens.clone(), *(label.clone() for label in labels)
+        self.inputs, self.labels = (tuple(tensor.clone() for tensor in tensors) for tensors in (inputs, labels))
         trained = dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad)
         self.grads = {p: torch.zeros_like(p, dtype=p.grad_dtype) for p in trained}
         with ExitStack() as stack:
@@ -58,9 +58,9 @@ class MicroBatchGraph:
             self._use_buffers()
             self.replay, self.loss = capture(self._run)
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
+    def __call__(self, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
         """Add the gradients of a micro-batch to those of the parameters, and return its loss."""
-        for static, given in zip(self.inputs, inputs, strict=True):
+        for static, given in zip((*self.inputs, *self.labels), (*inputs, *labels), strict=True):
             static.copy_(given)
         self._use_buffers()
         self.replay()
@@ -76,11 +76,10 @@ class MicroBatchGraph:
             parameter.grad = grad
 
     def _run(self) -> Tensor:
-        tokens, *labels = self.inputs
-        outputs = (tokens,)
+        outputs = self.inputs
         with self.weight_grads.never_defer():
             for module in self.modules:
                 outputs = as_tuple(module(*outputs))
-            loss = self.criterion(*outputs, *labels)
+            loss = self.criterion(*outputs, *self.labels)
             loss.backward()
         return loss.detach()

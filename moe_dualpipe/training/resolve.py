@@ -221,17 +221,14 @@ def resolve(request: Request, facts: Facts) -> Run:
         restart.prepare_staged(folder, launch, resumed=start.resume is not None)
         if Path(folder, metrics.FILE).exists():
             metrics.read_records(folder)  # raises ValueError
-    parallel, batch = config.parallel, config.batch
-    options = replace(
-        numerics.options, document_end_id=text.tokenizer.end_id if batch.document_mask else None,
-    )  # fmt: skip
+    parallel = config.parallel
     return Run(
         config, _filled(config, choice, layers, numerics, facts).at(launch.rank),
         Parallel(
             choice.layout.ep, parallel.ep_backend, parallel.expert_sums, layers, parallel.overlap, parallel.wgrad,
             parallel.max_deferred, config.health.timeout, choice.layout.cp,
         ),
-        replace(numerics, options=options), text, start, folder, facts.instruments, facts.agreed.store,
+        numerics, text, start, folder, facts.instruments, facts.agreed.store,
     )  # fmt: skip
 
 
@@ -395,7 +392,9 @@ def _given_text(config: TrainConfig, given: Given, start: Start) -> tuple[TrainC
     assert given.batches is not None
     vocab_size, shape = config.model.vocab_size, (config.batch.batch_size, config.batch.seq_len)
     tokenizer = start_tokenizer(start.folder, vocab_size) if start.folder else UnknownTokenizer(vocab_size)
-    text = GivenBatches(given.batches, shape, vocab_size, tokenizer, given.validation, start.first_step)
+    text = GivenBatches(
+        given.batches, shape, vocab_size, tokenizer, given.validation, start.first_step, config.batch.document_mask
+    )  # fmt: skip
     if text.validation is not None:
         config = replace(config, metrics=replace(config.metrics, eval_sequences=len(text.validation[0])))
     if isinstance(tokenizer, UnknownTokenizer):
@@ -419,6 +418,7 @@ def _load_text(config: TrainConfig, start: Path | None, request: Request) -> tup
             raise
         where = f"this --data is that of {OPTIONS_FILE}, and the current folder is {printable(Path.cwd())}"
         raise ValueError(f"{error}; {where}") from None
+    text = replace(text, document_mask=batch.document_mask)
     if start and not unknown:
         text.check_tokenizer(start)
     if isinstance(text.tokenizer, UnknownTokenizer) and config.sample.prompt == TrainConfig().sample.prompt:

@@ -132,7 +132,6 @@ def option_rules(config: TrainConfig) -> Iterator[Rule]:
         config.batch.document_mask and config.batch.special_tokens,
         "--document-mask divides text at end tokens, which batch.special_tokens allows in a document: use one of them",
     )
-    yield Rule(config.batch.document_mask and mtp_layers, f"--document-mask needs model.mtp_layers 0: got {mtp_layers}")
     lora = config.lora
     given = [name for name in ("alpha", "dropout", "targets") if getattr(lora, name)]
     yield Rule(given and not lora.rank, f"lora.{min(given, default='')} needs --lora RANK, which trains adapters")

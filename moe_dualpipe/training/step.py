@@ -171,7 +171,7 @@ class Trainer:
         self._seed_batch(step)
         batch = self.text.batch(config.seed, step, total, length, self.own_sequences)
         torch.manual_seed(seed_of(config.seed, f"step {step} of rank {self.layout.rank}"))  # for dropout
-        return self.pipeline.step(*batch, sum_gradients, num_labels=self._num_labels(total))
+        return self.pipeline.step(*batch, sum_gradients=sum_gradients, num_labels=self._num_labels(total))
 
     def _seed_batch(self, step: int) -> None:
         """Seed torch alike on all ranks: `batches` of a program may draw from it, or shuffle a DataLoader."""
@@ -179,8 +179,7 @@ class Trainer:
 
     def _num_labels(self, sequences: int) -> int | None:
         """The number of labels in this many sequences of text, if it is known before they are read."""
-        known = self.text.all_labeled and self.pipeline.options.document_end_id is None
-        return sequences * self.config.batch.seq_len if known else None
+        return sequences * self.config.batch.seq_len if self.text.all_labeled else None
 
     def _groups_of_transfers(self) -> dict[str, tuple[int, ...]]:
         """The ranks that take part in each kind of transfer between segments."""

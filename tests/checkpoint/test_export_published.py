@@ -168,7 +168,7 @@ def test_text_begins_as_in_transformers_in_generation_evaluation_and_training(tm
         assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(loss, 1e-5)
     (tmp_path / "rows.jsonl").write_text('{"text": "12 <|im_start|> 345"}\n' * 99)
     config = started(folder, tmp_path / "run", data=(str(tmp_path / "rows.jsonl"),), special_tokens=True)
-    inputs_BS, labels_BS = make_run(config).text.batch(0, 0, 64, 8)
+    inputs_BS, labels_BS, _ = make_run(config).text.batch(0, 0, 64, 8)
     assert {VOCAB, VOCAB + 2} < {*inputs_BS.flatten().tolist()} == {*labels_BS.flatten().tolist()}
 
 

@@ -43,12 +43,12 @@ def source_of(tokens, name="", weight=1.0):
 def test_batches_are_a_pure_function_of_seed_and_step_whoever_reads_which_rows(folder):
     for sources in ([str(folder)], [f"{folder}=2", str(folder / "0*.txt"), str(folder / "17.txt")]):
         text, other = load_data(sources, 16), load_data(sources, 16)
-        x, y = whole = text.batch(seed=1, step=7, count=12, seq_len=16)
+        x, y, _ = text.batch(seed=1, step=7, count=12, seq_len=16)
         assert x.shape == y.shape == (12, 16) and torch.equal(x[:, 1:], y[:, :-1])
         other.batch(seed=1, step=3, count=9, seq_len=16)  # earlier batches do not matter
         for count in (1, 3, 4, 12):
             parts = [other.batch(1, 7, 12, 16, range(first, first + count)) for first in range(0, 12, count)]
-            for tensor, *found in zip(whole, *parts, strict=True):
+            for tensor, *found in zip((x, y), *(part[:2] for part in parts), strict=True):
                 assert torch.equal(torch.cat(found), tensor)
         different = [text.batch(*key, count=12, seq_len=16)[0] for key in [(2, 7), (1, 8), (3, 7)]]
         assert not any(torch.equal(x, batch) for batch in different)
@@ -62,7 +62,7 @@ def test_batches_of_one_source_never_change_between_versions():
 
 def test_windows_stay_inside_their_stream_and_each_is_drawn():
     short = TextData((source_of(range(10)), source_of(range(30, 43))))
-    x, y = short.batch(0, 0, 500, 8)
+    x, y, _ = short.batch(0, 0, 500, 8)
     assert {(first, last) for first, last in zip(x[:, 0].tolist(), y[:, -1].tolist(), strict=True)} == {
         (first, first + 8) for first in (0, 1, 30, 31, 32, 33, 34)
     }

@@ -25,7 +25,7 @@ MODELS = {
         {"fused_loss": True},
     ),
     "latent queries": (replace(PLAIN, attention="mla", q_rank=9, kv_rank=6, rope_dim=4, value_dim=7), {}),
-    "documents": (PLAIN, {"document_end_id": 3}),
+    "documents": (PLAIN, {"documents": torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, -1]])}),
     "router losses": (replace(PLAIN, router_dtype="float32", sequence_loss=0.1, z_loss=0.1, router_bias=True), {}),
     "multi-token prediction": (replace(PLAIN, mtp_layers=2), {"fused_loss": True}),
     "adapters": (PLAIN, {"lora": LoRA(3)}),
@@ -38,7 +38,7 @@ def batch(seed):
     return tokens_BL[:, :-1], tokens_BL[:, 1:]
 
 
-def trained(config, how, **options):
+def trained(config, how, documents=None, **options):
     """Both losses and all gradients of two micro-batches: the first backward is alone, deferred or in a pair."""
     model, weight_grads = build_model(config, Loopback(4, 2), StageOptions(seed=3, **options)), WeightGrads()
     bind(model, weight_grads)
@@ -47,18 +47,19 @@ def trained(config, how, **options):
             if parameter.ndim == 1 or ".lora." in name:  # biases, norms and adapters: not their initial values
                 parameter.add_(torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter))
     (x1, y1), (x2, y2) = batch(1), batch(2)
-    first = model.loss(model(x1), y1)
+    given = () if documents is None else (documents,)
+    first = model.loss(model(x1, *given), y1)
     if how == "in a pair":
-        _, second = model.overlapped_forward_backward(model, [x2], model.loss, [y2], model, first, None, None)
+        _, second = model.overlapped_forward_backward(model, [x2, *given], model.loss, [y2], model, first, None, None)
     elif how == "deferred":
         with weight_grads.defer_to("later"):
             first.backward()
         assert weight_grads.has_deferred("later")
         weight_grads.run_deferred("later")
-        second = model.loss(model(x2), y2)
+        second = model.loss(model(x2, *given), y2)
     else:
         first.backward()
-        second = model.loss(model(x2), y2)
+        second = model.loss(model(x2, *given), y2)
     second.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     return {"first": first.detach(), "second": second.detach()} | grads

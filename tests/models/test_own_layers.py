@@ -10,7 +10,7 @@ from torch import nn
 
 from moe_dualpipe.errors import user_error
 from moe_dualpipe.expert_parallel import Local
-from moe_dualpipe.models import MoE, StageOptions, build_model, next_token_loss
+from moe_dualpipe.models import MoE, build_model, next_token_loss
 from tests.support import broken_layers, own_layers
 from tests.support.models import CONFIG, with_choices
 
@@ -178,9 +178,9 @@ def test_an_error_in_a_file_is_one_line(text, problem, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("choices", [OTHERS[0], OTHERS[3]], ids=["attention", "block"])
 def test_a_layer_without_a_mask_refuses_to_mask_documents(choices):
-    model = build_model(with_choices(**choices), options=StageOptions(document_end_id=0))
+    model = build_model(with_choices(**choices))
     with pytest.raises(ValueError, match="has no parameter mask_B1SS: it cannot mask documents"):
-        model(TOKENS)
+        model(TOKENS, torch.zeros_like(TOKENS))
 
 
 # ---- Errors in a layer ----

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe_dualpipe.data.batches import batch_of
 from moe_dualpipe.pipeline.settings import Parallel
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.schedule import build
@@ -23,7 +24,7 @@ def batch(kind):
         return tuple(tensor[:, :16] for tensor in padded(*short_batch(LENGTHS), 9))
     if kind == "unlabeled":
         labels[:, 5] = -100
-    return inputs, labels
+    return batch_of(inputs, labels, 5 if kind == "documents" else None)
 
 
 def on_ranks(_rank, name, pp, dp, parallel, model, kind, options):
@@ -36,7 +37,7 @@ CASES = {
     "cp 2": {}, "cp 4": {"cp": 4}, "latent attention": {"model": MLA}, "YaRN, half of the channels": {"model": YARN},
     "dynamic": {"model": DYNAMIC}, "MTP": {"model": {"mtp_layers": 2}},
     "padding and MTP": {"model": {"mtp_layers": 1}, "kind": "padded"}, "labels left out": {"kind": "unlabeled"},
-    "documents": {"document_end_id": 5}, "documents, dualpipev": {"document_end_id": 5, "name": "dualpipev", "pp": 2},
+    "documents": {"kind": "documents"}, "documents, dualpipev": {"kind": "documents", "name": "dualpipev", "pp": 2},
     "recompute norms": {"recompute": "norms"}, "recompute attention": {"recompute": "attention"},
     "recompute full": {"recompute": "full"}, "fused loss": {"model": {"mtp_layers": 1}, "fused_loss": True},
     "dualpipev, ep 2": {"name": "dualpipev", "pp": 2, "ep": 2}, "dualpipe": {"name": "dualpipe", "pp": 2},

@@ -9,7 +9,7 @@ from torch import nn
 
 from moe_dualpipe.models import ModelConfig, RouterLayer, StageOptions, attach
 from moe_dualpipe.pipeline import Numerics, Parallel, Pipeline
-from moe_dualpipe.pipeline.labels import step_labels
+from moe_dualpipe.pipeline.labels import Batch, step_labels
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.schedule import build
 from tests.support.ranks import run_ranks
@@ -62,7 +62,7 @@ def update(model, schedule, batch, parallel=Parallel(), size=2, prepare=None, **
     for stage in pipeline.stages.values() if prepare else ():
         prepare(stage.named_parameters())
     own = pipeline.num_sequences * pipeline.layout.dp_rank
-    losses = pipeline.step(*(tensor[own : own + pipeline.num_sequences] for tensor in batch))
+    losses = pipeline.step(*Batch(*batch).rows(own, own + pipeline.num_sequences))
     pipeline.sum_gradients()
     found = {"loads": pipeline.balance.loads(pipeline.device)}
     found |= {"loss": torch.tensor(pipeline.mean_loss(losses))}
@@ -153,7 +153,7 @@ def test_the_weights_of_positions_are_means_over_sequences():
     """Example: lengths 2, 0 and 4 of 4: two of three sequences have labels, so each counts 3/2."""
     labels = torch.full((3, 4), -100)
     labels[0, 1], labels[2, 3] = 5, 6
-    found = step_labels(labels, None, 1, Layout(1, 1, 1, 0), depths=1)
+    found = step_labels(Batch(labels, labels), 1, Layout(1, 1, 1, 0), depths=1)
     assert found.micro_batches == [[1.5, 1.5], [0.0, 0.0], [1.5, 1.5]]
     assert found.positions is not None
     assert found.positions[0].tolist() == [[0.75, 0.75, 0, 0], [0] * 4, [0.375] * 4]

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe_dualpipe.data.batches import batch_of
 from moe_dualpipe.models import ModelConfig, StageOptions
 from moe_dualpipe.pipeline import Numerics, Pipeline
 from moe_dualpipe.runtime.learning_rate import OptimizerConfig
@@ -127,14 +128,15 @@ def test_the_ranks_of_a_pipeline_must_get_the_same_batch():
 
 def test_the_label_of_the_end_of_a_document_is_ignored():
     """Two documents in one sequence have the loss of the documents alone."""
-    end, pipeline = 30, pipeline_of(document_end_id=30)
+    end, pipeline = 30, pipeline_of()
     first, second = torch.tensor([1, 2, 3, end]), torch.tensor([4, 5, 6, 7, end])
     joined = torch.cat([first, second]).expand(2, -1)
-    found = pipeline.mean_loss(pipeline.step(joined[:, :-1], joined[:, 1:]))
+    batch = batch_of(joined[:, :-1], joined[:, 1:], end)
+    found = pipeline.mean_loss(pipeline.step(*batch))
     sums = 0.0
     for document in (first, second):
         stage = pipeline.stages[0]
         length = len(document) - 1
         sums += stage.loss(stage(document[None, :-1]), document[None, 1:]).item() * length
     assert found == pytest.approx(sums / 7, rel=1e-6)
-    assert pipeline.count_labels([(joined[:, :-1], joined[:, 1:])]) == 14
+    assert pipeline.count_labels([batch]) == 14

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 pytest.importorskip("triton")
 
+from moe_dualpipe.data.batches import batch_of
 from moe_dualpipe.expert_parallel import Completed
 from moe_dualpipe.expert_parallel import local as local_backend
 from moe_dualpipe.kernels import fuse, products, routing
@@ -48,11 +49,12 @@ def emulated(monkeypatch):
         yield
 
 
-def batch(seed):
-    return torch.randint(0, 32, (2, MICRO_BATCHES, 7), generator=torch.Generator().manual_seed(seed))
+def batch(seed, end_id=None):
+    inputs, labels = torch.randint(0, 32, (2, MICRO_BATCHES, 7), generator=torch.Generator().manual_seed(seed))
+    return batch_of(inputs, labels, end_id)
 
 
-def train(as_one, steps=STEPS, options=None, skipped=(), dtype=torch.float32, **sizes):
+def train(as_one, steps=STEPS, options=None, skipped=(), dtype=torch.float32, end_id=None, **sizes):
     """Train, and return the results of each step: losses, norm, loads, router losses, gradients and weights.
 
     as_one: "cuda_graph", "compiled", or "" for a schedule.
@@ -68,14 +70,14 @@ def train(as_one, steps=STEPS, options=None, skipped=(), dtype=torch.float32, **
         p.grad = torch.ones_like(p, dtype=p.grad_dtype) if p.requires_grad else None  # tensors that are not the graph's
     results = []
     for step in range(steps):
-        losses = pipeline.step(*batch(step), sum_gradients=True)
+        losses = pipeline.step(*batch(step, end_id), sum_gradients=True)
         norm = pipeline.sum_gradients()
         grads = [p.grad.clone() for p in parameters if p.requires_grad]
         loads = pipeline.balance.loads(pipeline.device)
         router_losses = pipeline.balance.after_step(loads, pipeline.device)
         optimizer.drop_gradients() if step in skipped else optimizer.step(1e-2, 1 / norm)
         with torch.no_grad():
-            validation = pipeline.step(*batch(step + 100))
+            validation = pipeline.step(*batch(step + 100, end_id))
         weights = [p.detach().clone() for p in parameters]
         results.append(
             [*losses, norm, loads, *map(torch.tensor, router_losses.values()), *grads, *weights, *validation]
@@ -93,7 +95,7 @@ def assert_equal(ours, expected):
     "options, sizes",
     [
         (StageOptions(seed=1, recompute="full", fused_loss=True), {"tied_embeddings": True}),
-        (StageOptions(seed=1, document_end_id=3), {"num_shared_experts": 1, "dtype": torch.bfloat16}),
+        (StageOptions(seed=1), {"end_id": 3, "num_shared_experts": 1, "dtype": torch.bfloat16}),
     ],
 )
 def test_training_has_the_bits_of_eager_execution(options, sizes):
@@ -123,7 +125,7 @@ def assert_close(ours, expected, relative):
 
 COMPILED = {
     "tied": (StageOptions(seed=1), {"tied_embeddings": True}),
-    "documents, shared experts": (StageOptions(seed=1, document_end_id=3), {"num_shared_experts": 1}),
+    "documents, shared experts": (StageOptions(seed=1), {"end_id": 3, "num_shared_experts": 1}),
     "latent attention": (
         StageOptions(seed=1), {"attention": "mla", "kv_rank": 6, "rope_dim": 4, "value_dim": 5, "router": "balanced"},
     ),
@@ -164,7 +166,7 @@ def test_rows_of_other_ranks_are_refused():
     """Autograd would not send their gradients back."""
     module = module_of(lambda _, x: (yield Comm("dispatch", Collective(Completed, Completed, joint=True), x)))
     with pytest.raises(ValueError, match="cannot exchange rows with other ranks"):
-        CompiledMicroBatch([module], lambda y, _: y.sum()).model(torch.randn(3), torch.zeros(3))
+        CompiledMicroBatch([module], lambda y, _: y.sum()).model([torch.randn(3)], [torch.zeros(3)])
 
 
 def test_operators_that_are_not_traced_have_the_shapes_that_tracing_assumes():

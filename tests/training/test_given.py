@@ -31,7 +31,7 @@ def whole_batches(text, config):
     count, seq_len = config.batch.batch_size, config.batch.seq_len
 
     def batches(step):
-        inputs, labels = text.batch(config.seed, step, count, seq_len)
+        inputs, labels, _ = text.batch(config.seed, step, count, seq_len)
         return inputs, labels.int()
 
     total = -(-config.metrics.eval_sequences // count) * count

@@ -110,9 +110,9 @@ def poison(trainer, rank, kind, value, *steps):
     """Once in each of `steps`, put `value` into the last loss of a rank, or into one element of one gradient."""
     pipeline_step, pending = trainer.pipeline.step, {*steps}
 
-    def step(inputs, labels, sum_gradients=False, num_labels=None):
+    def step(*batch, sum_gradients=False, num_labels=None):
         poisoned = trainer.progress.step in pending and torch.is_grad_enabled()
-        losses = pipeline_step(inputs, labels, sum_gradients and not poisoned, num_labels)
+        losses = pipeline_step(*batch, sum_gradients=sum_gradients and not poisoned, num_labels=num_labels)
         pending.discard(trainer.progress.step if poisoned else None)
         if poisoned and trainer.layout.rank == rank:
             if kind == "loss":

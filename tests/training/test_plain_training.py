@@ -36,13 +36,13 @@ def plain_run(config):
     @torch.no_grad()
     def validation():
         total = math.ceil(config.metrics.eval_sequences / count) * count
-        x, y = text.held_out_batch(0, total, total, config.batch.seq_len)
+        x, y, _ = text.held_out_batch(0, total, total, config.batch.seq_len)
         return next_token_loss(model(x), y).item()
 
     records, before = [], validation()
     for step in range(config.steps):
         losses = []
-        x, y = text.batch(config.seed, step, count, config.batch.seq_len)
+        x, y, _ = text.batch(config.seed, step, count, config.batch.seq_len)
         for piece, labels in zip(x.split(size), y.split(size), strict=True):
             loss = next_token_loss(model(piece), labels)
             (loss / (count // size)).backward()

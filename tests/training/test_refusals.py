@@ -61,7 +61,6 @@ TYPED = [
     (1, "--weights a --resume b", "--weights starts a new run and --resume continues an old one: use one of them"),
     (1, "--weights-partial", "--weights-partial needs --weights, the folder to load from"),
     (1, "--set model.mtp_layers=32 --seq-len 32", "model.mtp_layers 32 needs --seq-len 33 or more: got 32"),
-    (1, "--set model.mtp_layers=1 --document-mask", "--document-mask needs model.mtp_layers 0: got 1"),
     (1, "--set batch.special_tokens=true --document-mask", "--document-mask divides text at end tokens, which b"),
     (1, "--set optim.decay_steps=5", "optim.decay_steps 5 is for --lr-schedule wsd: cosine decays in all steps"),
     (1, "--lr-schedule wsd --steps 24", "20 warm-up and 5 decay steps do not fit into --steps 24: use fewer --warmup"),

@@ -80,13 +80,13 @@ def make_job(
     shape = STEPS, micro_batches_for([*variants]) * size, config.batch.seq_len + 1
     generator = torch.Generator().manual_seed(config.seed % 2**63)
     tokens = torch.randint(vocab_size, shape, generator=generator)
-    end_id = None
+    documents = None
     if config.batch.document_mask:
-        end_id = vocab_size - 1
-        tokens[torch.rand(shape, generator=generator) < 0.1] = end_id
+        ends = torch.rand(shape, generator=generator)[..., :-1] < 0.1
+        documents = ends.cumsum(-1, dtype=torch.int32)
     kernels = "reference" if config.compute.kernels == "auto" else config.compute.kernels
-    options = StageOptions(config.seed, kernels=kernels, fused_loss=config.compute.fused_loss, document_end_id=end_id)
-    return Job(config.model, options, tokens, size, on_rank=on_rank)
+    options = StageOptions(config.seed, kernels=kernels, fused_loss=config.compute.fused_loss)
+    return Job(config.model, options, tokens, size, documents, on_rank)
 
 
 def check_runs(job: Job, variant: Variant) -> None:

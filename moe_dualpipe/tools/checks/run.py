@@ -133,6 +133,7 @@ _BIAS_RATE = 0.02  # enough to change choices in one step
 class Job:
     """What all variants run. tokens: [steps, N, S + 1]. size: sequences per micro-batch of the reference.
 
+    documents: the numbers of the documents of all positions, [steps, N, S]; None: no document mask.
     on_rank: called on every rank before the first step. Tests use it to inject faults.
     """
 
@@ -140,6 +141,7 @@ class Job:
     options: StageOptions
     tokens: Tensor
     size: int
+    documents: Tensor | None = None
     on_rank: "Callable[[CheckedRun], None] | None" = None
 
 
@@ -234,17 +236,21 @@ class CheckedRun:
     def _step(self, step: int) -> None:
         tokens = self.job.tokens[step]
         batches = {m: tokens[sequences] for m, sequences in enumerate(self.micro_batches)}
+        numbers = None if self.job.documents is None else self.job.documents[step]
+        documents = [None if numbers is None else numbers[sequences] for sequences in self.micro_batches]
+        self.pipeline.send_documents(numbers is not None)
         if self.variant.schedule is None:
             assert self.last is not None
             for m, batch in batches.items():
-                output = self.last(batch[:, :-1])
+                output = self.last(*self.pipeline.inputs_of(batch[:, :-1], documents[m]))
                 self._see_output(step, m, batch, output.detach())
                 self.last.loss(output, batch[:, 1:]).backward()
             return
         schedule, own = self.schedule, self.pipeline.layout.pp_rank
         inputs = {
-            m: self.pipeline.inputs_of(batch[:, :-1]) for m, batch in batches.items() if schedule.rank_of(0, m) == own
-        }
+            m: self.pipeline.inputs_of(batch[:, :-1], documents[m])
+            for m, batch in batches.items() if schedule.rank_of(0, m) == own
+        }  # fmt: skip
         ends = {m: batch for m, batch in batches.items() if schedule.rank_of(schedule.num_stages - 1, m) == own}
         criterion = self.last.loss if self.last is not None else None
         labels = {m: (self.pipeline.cut(batch[:, 1:]),) for m, batch in ends.items()}
