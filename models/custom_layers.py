@@ -15,16 +15,16 @@ pass these on to a parent class that does not expect them.
 A layer may have options, the fields of a dataclass:
 
     @dataclass
-    class LoRAOptions:
-        rank: int = 8
+    class WideOptions:
+        width: int = 8
 
-    class LoRAExperts(nn.Module):
-        def __init__(self, config, num_local_experts, options: LoRAOptions): ...
+    class WideExperts(nn.Module):
+        def __init__(self, config, num_local_experts, options: WideOptions): ...
 
-    train.py --experts lora.py:LoRAExperts --set model.expert_options.rank=16
-    ModelConfig(experts=LoRAExperts, expert_options=LoRAOptions(rank=16))
+    train.py --experts wide.py:WideExperts --set model.expert_options.width=16
+    ModelConfig(experts=WideExperts, expert_options=WideOptions(width=16))
 
-A configuration stores options as text, "rank=16", so that they can be saved and compared without the class.
+A configuration stores options as text, "width=16", so that they can be saved and compared without the class.
 """
 
 import dataclasses

@@ -68,7 +68,7 @@ def test_an_example_trains_and_its_loss_falls(name, tmp_path, monkeypatch, capsy
 LAYERS = {
     "experts": [
         ("squared_relu", "SquaredReLUExperts"), ("module_list", "GELUExpert"), ("module_list", "linear_experts"),
-        ("widths", "WideOrNarrow"), ("zero_computation", "expert"), ("lora", "LoRAExperts"), ("fused", "FusedExperts"),
+        ("widths", "WideOrNarrow"), ("zero_computation", "expert"), ("fused", "FusedExperts"),
     ],
     "router": [("expert_choice", "ExpertChoice"), ("hash_router", "HashRouter"), ("top_p", "TopP")],
     "attention": [("sliding_window", "SlidingWindow")],
@@ -77,7 +77,7 @@ LAYERS = {
 LOOPS = {"GELUExpert", "linear_experts", "WideOrNarrow", "expert"}  # over experts: the host waits for their sizes
 
 
-@pytest.mark.quick("experts-lora-LoRAExperts", "router-expert_choice-ExpertChoice")
+@pytest.mark.quick("experts-fused-FusedExperts", "router-expert_choice-ExpertChoice")
 @pytest.mark.parametrize("kind,name,of", [(kind, *layer) for kind, layers in LAYERS.items() for layer in layers])
 def test_an_example_passes_its_check(kind, name, of):
     report = getattr(testing, f"check_{kind}")(named(name, of))

@@ -59,8 +59,9 @@ def update(model, schedule, batch, parallel=Parallel(), size=2, prepare=None, **
     numerics = Numerics(dtype=torch.float64, options=StageOptions(seed=1, **options))
     pipeline = Pipeline(model, schedule, (size, batch[0].shape[1]), parallel, numerics)
     pipeline.balance.rate = 0.01
-    for stage in pipeline.stages.values() if prepare else ():
-        prepare(stage.named_parameters())
+    for stage in pipeline.stages.values():
+        if prepare is not None:
+            prepare(stage.named_parameters())
     own = pipeline.num_sequences * pipeline.layout.dp_rank
     losses = pipeline.step(*Batch(*batch).rows(own, own + pipeline.num_sequences))
     pipeline.sum_gradients()

@@ -1,4 +1,4 @@
-"""The options of train.py: 47 flags, `--set`, TOML files and run.toml, and the errors of a command line."""
+"""The options of train.py: 48 flags, `--set`, TOML files and run.toml, and the errors of a command line."""
 
 import contextlib
 import io
@@ -61,7 +61,8 @@ DEFAULTS = {
     "health.max_skipped": 10, "health.check_replicas_every": 1, "health.traceback": False, "optim.name": "adamw",
     "optim.lr": 0.003, "optim.schedule": "cosine", "optim.warmup_steps": 20, "optim.decay_steps": None,
     "optim.final_lr": 0.1, "optim.beta1": 0.9, "optim.beta2": 0.95, "optim.momentum": 0.95, "optim.weight_decay": 0.1,
-    "optim.clip": 1.0,
+    "optim.clip": 1.0, "lora.rank": 0, "lora.alpha": None, "lora.dropout": 0.0, "lora.targets": (),
+    "lora.adapter": None, "lora.export": "merged",
 }  # fmt: skip
 
 
@@ -94,8 +95,8 @@ def changed_values(skip=("preset", "checkpoint.resume", "checkpoint.weights")):
     }  # fmt: skip
 
 
-def test_there_are_47_flags_and_every_key_has_its_default():
-    assert len(FLAGS) == 47 and {*FLAGS.values()} <= {*all_keys()} and len({*FLAGS.values()}) == 47
+def test_there_are_48_flags_and_every_key_has_its_default():
+    assert len(FLAGS) == 48 and {*FLAGS.values()} <= {*all_keys()} and len({*FLAGS.values()}) == 48
     values = option_values(parse_arguments([]))
     assert {key: value for key, value in values.items() if not key.startswith("model.")} == DEFAULTS
     assert parse_arguments([]).model == TrainConfig().model
