@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from moe_dualpipe.expert_parallel.placement import imbalance, in_order
+from moe_dualpipe.models.expert_loads import describe_loads
 from moe_dualpipe.training.extensions import Update
-from moe_dualpipe.training.extensions.balance import Balancing, describe_balancing, describe_loads
+from moe_dualpipe.training.extensions.balance import Balancing, describe_balancing
 from tests.support.own_layers import ExpertList
 from tests.support.ranks import each, run_ranks
 from tests.support.runs import (

@@ -17,11 +17,11 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.integrations.trackers import ID_FILE
 from moe_dualpipe.models import PRESETS, preset
 from moe_dualpipe.models.costs import train_flops_per_token
+from moe_dualpipe.models.expert_loads import load_statistics
 from moe_dualpipe.pipeline import Numerics
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.console import Console
-from moe_dualpipe.training.extensions.balance import load_statistics
 from moe_dualpipe.training.metrics import FIELDS, FILE, Metrics, merged, read_records, utilization
 from moe_dualpipe.training.resolve import Start
 from moe_dualpipe.training.sinks import TensorBoard

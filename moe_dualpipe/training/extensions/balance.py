@@ -1,7 +1,4 @@
-"""Expert load balancing in each step: biases of routers, auxiliary losses, loads in the metrics, and a warning.
-
-MaxVio (arXiv 2408.15664) is the largest load of an expert of a layer over the mean load, minus 1: 0 if all are equal.
-"""
+"""Expert load balancing in each step: biases of routers, auxiliary losses, loads in the metrics, and a warning."""
 
 from collections import deque
 
@@ -9,14 +6,13 @@ import torch
 from torch import Tensor
 
 from ...models import ModelConfig
+from ...models.expert_loads import describe_loads, load_statistics, max_vio
 from . import Extension, Trained, Update
 
 PERIOD = 100
 """Steps after which a group without tokens, or a growing MaxVio, is a collapse. Their loads are printed at the end."""
 WINDOWS = 10
 """A period is divided into this many windows: MaxVio grows if its mean is larger in each than in the one before."""
-STARVED = 0.01
-"""An expert with less than this share of the mean load is starved."""
 
 
 class Balancing(Extension):
@@ -58,41 +54,6 @@ class Balancing(Extension):
             return f"use a larger bias_rate than {self.balance.rate:g}"
         factor = self.model.sequence_loss
         return f"use a larger model.sequence_loss than {factor:g}" if factor else "use --set model.sequence_loss=0.001"
-
-
-def max_vio(load_PLE: Tensor) -> Tensor:
-    """MaxVio of each layer, [..., L] from loads [..., L, E]; 0 for a layer without tokens."""
-    mean_PL = load_PLE.float().mean(-1).clamp(min=1e-9)
-    return (load_PLE.max(-1).values / mean_PL - 1).clamp(min=0)
-
-
-def load_statistics(load_LE: Tensor) -> dict[str, float]:
-    """What the metrics say of the loads of a step, tokens per layer and expert (metrics.py).
-
-    Example: [[4, 0, 2, 2]] has a mean of 2, so the largest load is 2.0 of the mean, MaxVio 1.0, and one expert in four
-    is dead and starved.
-    """
-    if not load_LE.sum():
-        return {}
-    vio_L = max_vio(load_LE)
-    return {
-        "expert_load_max_over_mean": round(vio_L.max().item() + 1, 3), "max_vio": round(vio_L.mean().item(), 3),
-        "dead_experts": round((load_LE == 0).float().mean().item(), 4), "starved_experts": starved(load_LE),
-    }  # fmt: skip
-
-
-def starved(load_LE: Tensor) -> int:
-    return int((load_LE < STARVED * load_LE.float().mean(1, keepdim=True)).sum())
-
-
-def describe_loads(layers: list[int], load_LE: Tensor) -> str:
-    """MaxVio and the number of starved experts in one line; "" without tokens. layers: the numbers of the rows."""
-    if not load_LE.sum():
-        return ""
-    vio_L = max_vio(load_LE)
-    worst, few = int(vio_L.argmax()), starved(load_LE)
-    line = f"expert loads: MaxVio {vio_L.mean().item():.2f}, {vio_L[worst].item():.2f} in layer {layers[worst]}"
-    return f"{line}; {few} of {load_LE.numel()} experts got less than {STARVED:.0%} of the mean"
 
 
 def describe_balancing(model: ModelConfig, rate: float) -> str:
