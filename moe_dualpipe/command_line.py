@@ -235,8 +235,9 @@ def unknown_option(kind: str, word: str, typed: Mapping[str, str]) -> str:
     name = word.lstrip("-").replace("-", "_")[:100]
     last = name.rpartition(".")[2].removeprefix("no_")
     dashed = {f"--{one}": text for one, text in typed.items()}  # a short word is nearer with its dashes
-    same = [name] * (name in typed) or [one for one in typed if one.rpartition(".")[2] == last]
-    near = [typed[one] for one in same] or [*map(dashed.get, get_close_matches(f"--{name}", dashed, n=1))]
+    same = [typed[one] for one in typed if one.rpartition(".")[2] == last]
+    close = [dashed[one] for cutoff in (0.85, 0.6) for one in get_close_matches(f"--{name}", dashed, 1, cutoff)]
+    near = [typed[name]] if name in typed else [*close[: len(close) - 1], *same, *close]
     return f"unknown {kind} {quoted(word, 60)}; {f'did you mean {near[0]}? ' if near else ''}"
 
 
