@@ -15,7 +15,7 @@ from .host import host_as_device
 from .phases import Phases
 from .pictures.picture import Picture, Work, work_of
 from .ranks import RankComparison, RankTransfers, compare_traces, waits_for_ranks
-from .reading import read_trace
+from .reading import read_traces
 from .trace import Trace, TraceError
 from .windows import Choice, window_of
 
@@ -36,6 +36,12 @@ class TracedDevice:
     """Sentences about damage in the file."""
     left_out: str = ""
     """A sentence about the steps that are analyzed; "" if the whole recording is."""
+    label: str = ""
+    """Which rank of its file it is; "" if the file has one."""
+
+    @property
+    def name(self) -> str:
+        return f"{printable(self.label, 60)}, {self.analysis.name}" if self.label else self.analysis.name
 
     def picture(self, title: str, starts_at: float = 0.0) -> Picture:
         """The picture of this device. `starts_at` is the place of its first event on the time axis."""
@@ -57,7 +63,7 @@ class TraceFiles:
         numbers = [device.rank for device in self.devices]
         if None not in numbers and len(set(numbers)) == len(numbers):
             return [f"rank {number}" for number in numbers]
-        names = [device.analysis.name for device in self.devices]
+        names = [device.name for device in self.devices]
         if len({device.path for device in self.devices}) > 1 or len(self.devices) == 1:
             names = [f"{printable(one.path)}, {name}" for one, name in zip(self.devices, names, strict=True)]
         return names if len(set(names)) == len(names) else [f"{i}: {name}" for i, name in enumerate(names)]
@@ -72,7 +78,7 @@ class TraceFiles:
         known = [shift for shift in self.comparison.shifts_us if shift is not None]
         aligned = len(known) == len(self.devices)
         shifts = [shift - min(known) for shift in known] if aligned else [0.0] * len(self.devices)
-        names = self.names if len(self.devices) > 1 else [self.devices[0].analysis.name]
+        names = self.names if len(self.devices) > 1 else [self.devices[0].name]
         rows = zip(self.devices, names, shifts, strict=True)
         return [device.picture(f"{name}: ", shift) for device, name, shift in rows]
 
@@ -99,7 +105,8 @@ def analyze_files(
     examined: list[Examined | None] = []
     devices: list[TracedDevice] = []
     for path in paths:
-        devices += analyze_devices(path, read_trace(path), names, pictures, examined if causes else None, steps)
+        for trace in read_traces(path):
+            devices += analyze_devices(path, trace, names, pictures, examined if causes else None, steps)
     if not causes:
         return TraceFiles(devices, compare_traces([]))
     order = range(len(devices))
@@ -143,9 +150,11 @@ def analyze_devices(
         transfers = RankTransfers(comm, start, trace.base_us, trace.host, trace.rank, trace.world_size)
         work = work_of(part, names, phases) if pictures else ()
         if examined is not None:
-            rank = f"{path.name}, {analysis.name}" if trace.rank is None else f"rank {trace.rank}"
+            rank = f"{trace.label or path.name}, {analysis.name}" if trace.rank is None else f"rank {trace.rank}"
             examined.append(examine(part, device, names.kind_of, rank))
-        devices.append(TracedDevice(path, trace.rank, analysis, work, transfers, _remarks(trace), window.left_out))
+        devices.append(
+            TracedDevice(path, trace.rank, analysis, work, transfers, _remarks(trace), window.left_out, trace.label)
+        )
     return devices
 
 

@@ -154,7 +154,9 @@ def _launches_of(transfers: Sequence[HostEvent], operators: Iterable[HostEvent])
         yield waiting.popleft() if waiting and waiting[0].start <= transfer.start else transfer
 
 
-def _edges_of_threads(events: Iterable[HostEvent], transfers: Iterable[HostEvent]) -> dict[tuple[str, str], list[float]]:
+def _edges_of_threads(
+    events: Iterable[HostEvent], transfers: Iterable[HostEvent]
+) -> dict[tuple[str, str], list[float]]:  # fmt: skip
     """When each thread starts or ends something, sorted: its own events, and the ends of what it has posted."""
     edges: dict[tuple[str, str], list[float]] = defaultdict(list)
     for event in events:

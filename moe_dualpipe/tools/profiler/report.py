@@ -66,7 +66,8 @@ def traces_text(files: "TraceFiles", phases: bool = False) -> str:
     parts = []
     for device in files.devices:
         text = analysis_text(device.analysis, phases)
-        parts.append("\n".join(filter(None, [printable(device.path), device.left_out, text])))
+        path = ", ".join(filter(None, [printable(device.path), printable(device.label, 60)]))
+        parts.append("\n".join(filter(None, [path, device.left_out, text])))
         parts.append(verdicts_text(device.analysis))
     if len(files.devices) > 1:
         sentences = [printable(sentence, 300) for sentence in files.comparison.sentences]
