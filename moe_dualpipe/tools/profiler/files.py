@@ -1,6 +1,7 @@
 """Analyze the trace files of one measurement together: one file per rank, with one or more devices each."""
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,14 +10,16 @@ from typing import Any
 from ...messages import plural, printable
 from .account import TRANSFER, relabeled
 from .analyze import Analysis, analyze
+from .categories import may_communicate
 from .communication import NAMES, Names
 from .doctor.diagnose import Examined, conclude, examine
 from .host import host_as_device
+from .kernel_names import short_name
 from .phases import Phases
 from .pictures.picture import Picture, Work, work_of
 from .ranks import RankComparison, RankTransfers, compare_traces, waits_for_ranks
 from .reading import read_traces
-from .trace import Trace, TraceError
+from .trace import DeviceEvent, Trace, TraceError
 from .windows import Choice, window_of
 
 _LAUNCH = re.compile(r"Launch|Memcpy|Memset|enqueue|runFunction", re.IGNORECASE)
@@ -33,7 +36,7 @@ class TracedDevice:
     """The events that pictures show; () without pictures."""
     transfers: RankTransfers
     remarks: tuple[str, ...] = ()
-    """Sentences about damage in the file."""
+    """Sentences about damage in the file, and about kernels that may communicate."""
     left_out: str = ""
     """A sentence about the steps that are analyzed; "" if the whole recording is."""
     label: str = ""
@@ -70,8 +73,11 @@ class TraceFiles:
 
     @property
     def remarks(self) -> dict[Path, tuple[str, ...]]:
-        """The damaged files, with sentences about the damage of each."""
-        return {device.path: device.remarks for device in self.devices if device.remarks}
+        """The files to which there is something to say: damage, and kernels that may communicate."""
+        found: dict[Path, dict[str, None]] = defaultdict(dict)
+        for device in self.devices:
+            found[device.path].update(dict.fromkeys(device.remarks))
+        return {path: tuple(sentences) for path, sentences in found.items() if sentences}
 
     def pictures(self) -> list[Picture]:
         """One picture per device, on one time axis. If the ranks' clocks cannot be compared, each starts at 0."""
@@ -152,9 +158,8 @@ def analyze_devices(
         if examined is not None:
             rank = f"{trace.label or path.name}, {analysis.name}" if trace.rank is None else f"rank {trace.rank}"
             examined.append(examine(part, device, names.kind_of, rank))
-        devices.append(
-            TracedDevice(path, trace.rank, analysis, work, transfers, _remarks(trace), window.left_out, trace.label)
-        )
+        remarks = (*_remarks(trace), *_kernels_that_may_communicate(events, names))
+        devices.append(TracedDevice(path, trace.rank, analysis, work, transfers, remarks, window.left_out, trace.label))
     return devices
 
 
@@ -166,6 +171,18 @@ def _remarks(trace: Trace) -> tuple[str, ...]:
     for what, number in (("skipped", trace.skipped), ("repaired", trace.repaired)):
         found += [f"{plural(number, 'damaged event')} {what}"] * (number > 0)
     return tuple(found)
+
+
+def _kernels_that_may_communicate(events: Sequence[DeviceEvent], names: Names) -> list[str]:
+    """A sentence if kernels count as computation, but are named like transfers."""
+    times: dict[str, float] = defaultdict(float)
+    for event in events:
+        if event.category == "kernel" and names.is_unknown(event) and may_communicate(event.name):
+            times[short_name(event.name)] += event.end - event.start
+    longest = sorted(times, key=lambda name: -times[name])[:3]
+    shown = ", ".join(f"{name} ({times[name]:,.0f} us)" for name in longest)
+    use = "|".join(map(re.escape, longest))
+    return [f"computation that may be communication: {shown}; if it is, use --comm '{use}'"] if shown else []
 
 
 def _refuse_launches_alone(path: Path, trace: Trace) -> None:
