@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..communication import kind_of_collective
-from ..intervals import EMPTY, Intervals, difference, length_before, union
+from ..intervals import EMPTY, Intervals, as_intervals, difference, length_before, union
 from .replay import Change, Floats, Graph, Ints, Mask
 from .verdict import CAUSES, Verdict
 from .view import COMM, COMPUTE, COPY, View
@@ -68,6 +68,14 @@ class Device:
     def idle(self) -> Intervals:
         """When nothing ran."""
         return self.outside(COMPUTE, COPY, COMM)
+
+    @cached_property
+    def waits(self) -> Intervals:
+        """When a thread of a CPU waited for a transfer, or moved its data itself."""
+        view = self.view
+        moved = self.is_comm & (self.is_point_to_point | (view.launch_end >= view.end) & (view.launch >= 0))
+        calls = as_intervals((call.start, call.end) for call in view.calls if call.sync)
+        return union(np.concatenate([calls, np.stack([view.start[moved], view.end[moved]], axis=1)]))
 
     def outside(self, *kinds: int) -> Intervals:
         """When no events of these kinds ran."""

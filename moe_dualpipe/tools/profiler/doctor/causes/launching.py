@@ -109,11 +109,12 @@ def _late_host(device: Device, activities: Intervals) -> list[FoundCause]:
 
 
 def _busy_thread(device: Device) -> list[FoundCause]:
-    """Times in which a CPU neither computes nor transfers."""
-    start, end = device.idle.T
+    """Times in which a CPU neither computes nor waits for a transfer."""
+    busy = difference(device.gaps, device.waits)
+    start, end = busy.T
     following = np.minimum(np.searchsorted(device.view.start, end), len(device.view.start) - 1)
     nodes = np.arange(len(device.graph.start))
-    change = partial(_without_host, nodes=nodes, us=np.zeros(len(nodes)), spans=device.idle)
+    change = partial(_without_host, nodes=nodes, us=np.zeros(len(nodes)), spans=busy)
     return device.found("host-bound/thread", following, start, end, change)
 
 

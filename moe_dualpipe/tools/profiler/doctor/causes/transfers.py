@@ -19,7 +19,7 @@ from .....overlap.labels import GATHER_WEIGHTS, SUM_GRADIENTS
 from ...account import copy_name
 from ...categories import category_of_kernel
 from ...communication import kind_of_collective
-from ...intervals import Intervals, as_intervals, difference, intersection, length_before, union, union_length
+from ...intervals import EMPTY, Intervals, difference, intersection, length_before, union, union_length
 from ..calls import CLOCK
 from ..device import Device, FoundCause
 from ..joint import Joined
@@ -41,6 +41,8 @@ LEAST_RATE = 5e3
 """Elements per microsecond of a link, at least: what small transfers would take together."""
 SMALL_ELEMENTS, SMALL_US = 1 << 17, 100.0
 """A transfer is small if it has at most so many elements, as far as known, and takes at most so long."""
+OTHERWISE = "nothing-to-overlap"
+"""The cause of exposed transfers of no known purpose, and of several purposes that cost little."""
 _BUCKETS = 0.5
 """If a larger share of the sums of gradients is hidden, only the last of several buckets is exposed."""
 _INTERLEAVED = 0.3
@@ -186,7 +188,8 @@ def find_nothing_else(
     """Transfers for which the next computation waits while nothing else is queued.
 
     repaired: the times without all other causes. explained: what these causes explain. Transfers that are hidden then,
-    or whose waits are explained, are not counted. least_us: the smallest cost.
+    or whose waits are explained, are not counted. least_us: the smallest cost; purposes that cost less are counted
+    together.
     """
     view, gaps = device.view, _gaps_until_transfers(device)
     inside = length_before(gaps)
@@ -197,14 +200,15 @@ def find_nothing_else(
     by_key: dict[str, list[int]] = defaultdict(list)
     for event in np.flatnonzero(transfers).tolist():
         by_key[_purpose(device, event, str(kinds[event]))].append(event)
-    found = list[FoundCause]()
-    for key, chosen in by_key.items():
-        events = np.array(chosen)
+    found, small = list[FoundCause](), by_key.pop(OTHERWISE, [])
+    for key, chosen in (*by_key.items(), (OTHERWISE, small)):
+        events = np.sort(np.array(chosen, np.int64))
         start, end = view.start[events], view.end[events]
         waited = intersection(union(np.stack([start, end], axis=1)), gaps)
         cost, inside = union_length(waited), length_before(waited)
         still_exposed = min(cost, _still_exposed(device, events, repaired))
         if max(still_exposed, union_length(difference(waited, explained))) < least_us:
+            small += chosen
             continue
         costs = inside(end) - inside(start)
         worst = int(events[np.argmax(costs)])
@@ -230,8 +234,7 @@ def _gaps_until_transfers(device: Device) -> Intervals:
     ended = np.append(ends, -np.inf)[np.searchsorted(ends, end + CLOCK, side="right") - 1]
     computing = np.flatnonzero(view.kind != COMM)
     launched = np.append(view.launched[computing], -np.inf)[np.searchsorted(view.start[computing], end)]
-    waits = [(call.start, call.end) for call in view.calls if call.sync and view.is_cpu]
-    waited = length_before(union(as_intervals(waits)))
+    waited = length_before(device.waits if view.is_cpu else EMPTY)
     soon = np.where(waited(end) - waited(start) > 0.5 * (end - start), end - start, SOON)
     return device.gaps[(np.maximum(start, end - soon) <= ended) & (launched < ended)]
 
@@ -247,7 +250,7 @@ def _purpose(device: Device, event: int, kind: str) -> str:
     if not view.has_labels and kind == "all_reduce" and _before_update(device, event):
         return "sum-at-end"
     if view.chunks[event] is None and (view.has_labels or kind != "all_to_all"):
-        return "nothing-to-overlap"
+        return OTHERWISE
     hidden = union_length(intersection(device.spans(COMM), device.spans(COMPUTE, COPY)))
     interleaved = {"F", "B"} <= {*view.chunks} and hidden > _INTERLEAVED * union_length(device.spans(COMM))
     return f"nothing-to-overlap/{'interleaved' if interleaved else 'one chunk'}"
