@@ -101,12 +101,13 @@ class Device:
         return f"{collective.name} in {group}" if group else collective.name
 
     def launched_behind(self, event: int) -> str:
-        """A sentence that names the last computation that was launched before a transfer; "" if unknown."""
-        launch = self.view.launch
+        """A sentence that names the last computation of another part of the program that was launched before a
+        transfer; "" if unknown."""
+        launch, own = self.view.launch, self.place(event)
         before = np.flatnonzero((launch < launch[event]) & (launch >= 0) & ~self.is_comm)
-        if not len(before):
+        places = map(self.place, before[np.argsort(-launch[before], kind="stable")].tolist())
+        if (place := next((place for place in places if place != own), None)) is None:
             return ""
-        place = self.place(int(before[np.argmax(launch[before])]))
         return f" It was launched behind {place}: if it does not need that, launch it earlier."
 
     def found(
