@@ -7,9 +7,10 @@
 
 from .analyze import Analysis, Phase, analyze
 from .communication import NAMES, Names
-from .reading import read_trace
+from .reading import read_trace, read_traces
 from .trace import Trace, TraceError
 
 __all__ = [
     "NAMES", "Analysis", "Names", "Phase", "Trace", "TraceError", "analyze", "read_trace",
+    "read_traces",
 ]  # fmt: skip

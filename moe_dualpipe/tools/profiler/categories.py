@@ -172,6 +172,9 @@ ROWS = (
 KERNEL_CATEGORIES = tuple(dict.fromkeys(row.category for row in ROWS))
 CATEGORIES = (*KERNEL_CATEGORIES, COMMUNICATION, COPY_ENGINE, COPY, OTHER)
 
+_MAY_COMMUNICATE = re.compile(r"\b(?:dispatch|combine|all ?to ?all|send|recv|put|get|a 2 ?a)\b")
+_COMPUTE_FOR_SURE = "attention", "GEMM", "grouped GEMM"
+
 _ROWS = [(row, re.compile(rf"\b(?:{row.pattern})\b"), re.compile(rf"\b(?:{row.whole})\b")) for row in ROWS]
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SAYS_NOTHING = re.compile(r"(?:cutlass|device|global|k?entry|kernel|launch|trampoline|agent|enable if|invoke|\d| )*")
@@ -196,6 +199,15 @@ def category_of_kernel(name: str) -> str:
             if pattern.search(searched) and (not row.whole or more.search(whole)):
                 return row.category
     return OTHER
+
+
+@lru_cache(maxsize=1 << 16)
+def may_communicate(name: str) -> bool:
+    """Whether the name of a kernel that counts as computation sounds like a transfer, as of an unknown library."""
+    function = function_name(name)
+    if function.startswith(("at::", "triton_")) or category_of_kernel(name) in _COMPUTE_FOR_SURE:
+        return False
+    return _MAY_COMMUNICATE.search(words(function.rsplit("::", 1)[-1])) is not None
 
 
 def words(name: str) -> str:

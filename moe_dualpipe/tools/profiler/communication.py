@@ -74,6 +74,17 @@ LIBRARIES = (
             ("AllreduceLargeKernel_GlobalSync", "Kernel_local_sum_and_distribute_to_remote_ranks"),
             ("uxlfoundation/oneCCL/src/coll/algorithms/allreduce/sycl/allreduce_large_sycl.hpp",
              "uxlfoundation/oneCCL/src/coll/algorithms/allreduce/sycl/allreduce_medium_sycl.hpp")),
+    Library("NIXL-EP, Mooncake", r"(?:^|::)(?:nixl_ep|mooncake)::",
+            ("nixl_ep::ep_kernels::dispatch", "mooncake::combine", "mooncake::elastic::hybrid_dispatch_impl"),
+            ("ai-dynamo/nixl/examples/device/ep/csrc/kernels/nixl_ep_ll.cu",
+             "kvcache-ai/Mooncake/mooncake-ep/src/mooncake_ep_kernel.cu")),
+    Library("Triton-distributed",
+            r"^(?:tile_)?kernel_(?:\w+_)?(?:dispatch|combine|scatter)_token|^kernel_(?:skipped_token|all2all)_"
+            r"|^kernel_get_(?:ag_splits|dispatch_send)_|^(?:dispatch|combine)_kernel_v2$|^kernel_(?:pre|post)_attn_\w*a2a"
+            r"|^p2p_(?:put|copy)_|^barrier_all_(?:intra|kernel|ipc)|^_forward_(?:push|pull)_",
+            ("kernel_dispatch_token", "combine_kernel_v2", "tile_kernel_gather_combine_token_intra_node"),
+            ("ByteDance-Seed/Triton-distributed/python/triton_dist/kernels/nvidia/ep_a2a.py",
+             "ByteDance-Seed/Triton-distributed/python/triton_dist/kernels/nvidia/low_latency_all_to_all_v2.py")),
     Library("moe-dualpipe", r"^(?:push|receive_rows|receive_sums|release|wait_for_ranks)_kernel$",
             ("push_kernel",), ("kernels/gpu",)),
     Library(
@@ -119,6 +130,10 @@ class Names:
     def kind_of(self, event: DeviceEvent) -> Kind:
         """The kind of a device event. Only its name and category count, not its stream."""
         return _kind(event.name, event.category, self.comm, self.compute)
+
+    def is_unknown(self, event: DeviceEvent) -> bool:
+        """Whether an event counts as computation only because no rule knows its name."""
+        return self.kind_of(event) == "compute" and _own_rule(event.name, self.comm, self.compute) is None
 
     def is_transfer(self, annotation: str) -> bool:
         """Whether an annotation is a transfer when a CPU is the device."""

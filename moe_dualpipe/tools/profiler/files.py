@@ -1,6 +1,7 @@
 """Analyze the trace files of one measurement together: one file per rank, with one or more devices each."""
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,14 +10,16 @@ from typing import Any
 from ...messages import plural, printable
 from .account import TRANSFER, relabeled
 from .analyze import Analysis, analyze
+from .categories import may_communicate
 from .communication import NAMES, Names
 from .doctor.diagnose import Examined, conclude, examine
 from .host import host_as_device
+from .kernel_names import short_name
 from .phases import Phases
 from .pictures.picture import Picture, Work, work_of
 from .ranks import RankComparison, RankTransfers, compare_traces, waits_for_ranks
-from .reading import read_trace
-from .trace import Trace, TraceError
+from .reading import read_traces
+from .trace import DeviceEvent, Trace, TraceError
 from .windows import Choice, window_of
 
 _LAUNCH = re.compile(r"Launch|Memcpy|Memset|enqueue|runFunction", re.IGNORECASE)
@@ -33,9 +36,15 @@ class TracedDevice:
     """The events that pictures show; () without pictures."""
     transfers: RankTransfers
     remarks: tuple[str, ...] = ()
-    """Sentences about damage in the file."""
+    """Sentences about damage in the file, and about kernels that may communicate."""
     left_out: str = ""
     """A sentence about the steps that are analyzed; "" if the whole recording is."""
+    label: str = ""
+    """Which rank of its file it is; "" if the file has one."""
+
+    @property
+    def name(self) -> str:
+        return f"{printable(self.label, 60)}, {self.analysis.name}" if self.label else self.analysis.name
 
     def picture(self, title: str, starts_at: float = 0.0) -> Picture:
         """The picture of this device. `starts_at` is the place of its first event on the time axis."""
@@ -57,22 +66,25 @@ class TraceFiles:
         numbers = [device.rank for device in self.devices]
         if None not in numbers and len(set(numbers)) == len(numbers):
             return [f"rank {number}" for number in numbers]
-        names = [device.analysis.name for device in self.devices]
+        names = [device.name for device in self.devices]
         if len({device.path for device in self.devices}) > 1 or len(self.devices) == 1:
             names = [f"{printable(one.path)}, {name}" for one, name in zip(self.devices, names, strict=True)]
         return names if len(set(names)) == len(names) else [f"{i}: {name}" for i, name in enumerate(names)]
 
     @property
     def remarks(self) -> dict[Path, tuple[str, ...]]:
-        """The damaged files, with sentences about the damage of each."""
-        return {device.path: device.remarks for device in self.devices if device.remarks}
+        """The files to which there is something to say: damage, and kernels that may communicate."""
+        found: dict[Path, dict[str, None]] = defaultdict(dict)
+        for device in self.devices:
+            found[device.path].update(dict.fromkeys(device.remarks))
+        return {path: tuple(sentences) for path, sentences in found.items() if sentences}
 
     def pictures(self) -> list[Picture]:
         """One picture per device, on one time axis. If the ranks' clocks cannot be compared, each starts at 0."""
         known = [shift for shift in self.comparison.shifts_us if shift is not None]
         aligned = len(known) == len(self.devices)
         shifts = [shift - min(known) for shift in known] if aligned else [0.0] * len(self.devices)
-        names = self.names if len(self.devices) > 1 else [self.devices[0].analysis.name]
+        names = self.names if len(self.devices) > 1 else [self.devices[0].name]
         rows = zip(self.devices, names, shifts, strict=True)
         return [device.picture(f"{name}: ", shift) for device, name, shift in rows]
 
@@ -99,7 +111,8 @@ def analyze_files(
     examined: list[Examined | None] = []
     devices: list[TracedDevice] = []
     for path in paths:
-        devices += analyze_devices(path, read_trace(path), names, pictures, examined if causes else None, steps)
+        for trace in read_traces(path):
+            devices += analyze_devices(path, trace, names, pictures, examined if causes else None, steps)
     if not causes:
         return TraceFiles(devices, compare_traces([]))
     order = range(len(devices))
@@ -143,9 +156,10 @@ def analyze_devices(
         transfers = RankTransfers(comm, start, trace.base_us, trace.host, trace.rank, trace.world_size)
         work = work_of(part, names, phases) if pictures else ()
         if examined is not None:
-            rank = f"{path.name}, {analysis.name}" if trace.rank is None else f"rank {trace.rank}"
+            rank = f"{trace.label or path.name}, {analysis.name}" if trace.rank is None else f"rank {trace.rank}"
             examined.append(examine(part, device, names.kind_of, rank))
-        devices.append(TracedDevice(path, trace.rank, analysis, work, transfers, _remarks(trace), window.left_out))
+        remarks = (*_remarks(trace), *_kernels_that_may_communicate(events, names))
+        devices.append(TracedDevice(path, trace.rank, analysis, work, transfers, remarks, window.left_out, trace.label))
     return devices
 
 
@@ -157,6 +171,18 @@ def _remarks(trace: Trace) -> tuple[str, ...]:
     for what, number in (("skipped", trace.skipped), ("repaired", trace.repaired)):
         found += [f"{plural(number, 'damaged event')} {what}"] * (number > 0)
     return tuple(found)
+
+
+def _kernels_that_may_communicate(events: Sequence[DeviceEvent], names: Names) -> list[str]:
+    """A sentence if kernels count as computation, but are named like transfers."""
+    times: dict[str, float] = defaultdict(float)
+    for event in events:
+        if event.category == "kernel" and names.is_unknown(event) and may_communicate(event.name):
+            times[short_name(event.name)] += event.end - event.start
+    longest = sorted(times, key=lambda name: -times[name])[:3]
+    shown = ", ".join(f"{name} ({times[name]:,.0f} us)" for name in longest)
+    use = "|".join(map(re.escape, longest))
+    return [f"computation that may be communication: {shown}; if it is, use --comm '{use}'"] if shown else []
 
 
 def _refuse_launches_alone(path: Path, trace: Trace) -> None:

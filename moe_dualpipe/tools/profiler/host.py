@@ -8,16 +8,17 @@ they become device events, so that the other modules treat CPUs and GPUs alike:
                     are computation: they unpack received data, and belong to phase x. A collective of
                     torch.distributed that blocks is a wait, although the trace shows only its call.
     communication   transfers of gloo, of a modeled link or through shared memory, from start to end, and annotations
-                    that are named after communication. Receives of gloo are left out: they start when they are
-                    posted, so only sends show when data is in flight.
+                    that are named after communication. A send or receive of gloo is recorded for as long as it is
+                    posted. Its payload moves while its call sends it, and, as far as a trace shows, while a thread
+                    waits for it: this much is communication.
 
 Nested operators become one event with the name of the outermost operator inside the innermost such annotation.
 """
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -29,6 +30,8 @@ from .trace import Collective, DeviceEvent, HostEvent, Trace
 
 _CALLS = re.compile(rf"c10d::|_?c10d_functional::|{OWN_TRANSFERS}::")
 _LAUNCHES = re.compile(rf"(?:c10d|{OWN_TRANSFERS})::(\w+)")
+_POSTED = re.compile(r"gloo:(?:send|recv)")
+"""Transfers that are recorded from the moment they are posted to the end of the wait for them."""
 
 _LEAST_BLOCKED = 1000.0
 """Microseconds. A shorter collective is not taken for a wait."""
@@ -43,8 +46,7 @@ def host_as_device(trace: Trace, names: Names) -> Trace:
     """
     if trace.device_events or not (trace.operators or trace.transfers):
         return trace
-    transfers = [event for event in trace.transfers if ":recv" not in event.name]
-    annotations: list[HostEvent] = []
+    transfers, annotations = [*trace.transfers], list[HostEvent]()
     for event in trace.annotations:
         is_transfer = names.is_transfer(event.name) and not _waits(event.name)
         (transfers if is_transfer else annotations).append(event)
@@ -52,7 +54,8 @@ def host_as_device(trace: Trace, names: Names) -> Trace:
     calls = [*_launches_of(transfers, trace.operators)]
     groups = [without_group(event.name)[1] for event in transfers]
     transfers = [event._replace(name=without_group(event.name)[0]) for event in transfers]
-    operators = [*trace.operators, *_blocking(transfers, calls, [*trace.operators, *annotations])]
+    edges = _edges_of_threads([*trace.operators, *annotations], transfers)
+    operators = [*trace.operators, *_blocking(transfers, calls, edges)]
     waits = [event for events in (annotations, operators) for event in events if _waits(event.name)]
     threads: dict[tuple[str, str], list[tuple[HostEvent, bool]]] = defaultdict(list)
     for event in operators:
@@ -60,6 +63,9 @@ def host_as_device(trace: Trace, names: Names) -> Trace:
     for event in annotations:
         if letter_of(event.name) or _waits(event.name):
             threads[event.thread].append((event, False))
+    for event, call in zip(transfers, calls, strict=True):
+        if event.thread != call.thread:  # a thread of the backend, which only packs and unpacks
+            threads[event.thread].append((event._replace(name=LINK_WAIT), True))
 
     device_events: list[DeviceEvent] = []
     launches: dict[int, HostEvent] = {}
@@ -74,6 +80,10 @@ def host_as_device(trace: Trace, names: Names) -> Trace:
             add(piece, "operator", piece)
     free: dict[tuple[str, str], float] = {}
     for transfer, launch, group in zip(transfers, calls, groups, strict=True):
+        if _POSTED.match(transfer.name):
+            for moving in _moving(transfer, launch, edges[launch.thread]):
+                add(moving, "transfer", launch)
+            continue
         if transfer.name == LINK_TRANSFER:  # the recorded start is too late: the link's thread wakes up first
             start = min(transfer.start, max(launch.start, free.get(transfer.thread, 0.0)))
             transfer = transfer._replace(start=start)
@@ -144,23 +154,46 @@ def _launches_of(transfers: Sequence[HostEvent], operators: Iterable[HostEvent])
         yield waiting.popleft() if waiting and waiting[0].start <= transfer.start else transfer
 
 
-def _blocking(
-    transfers: Sequence[HostEvent], calls: Sequence[HostEvent], events: Iterable[HostEvent]
-) -> Iterator[HostEvent]:
-    """Yield a wait for each transfer of torch.distributed during which its thread did nothing.
-
-    calls: the call of each transfer. events: those of all threads, in which the thread's next step is looked for.
-    """
-    steps: dict[tuple[str, str], list[float]] = defaultdict(list)
+def _edges_of_threads(
+    events: Iterable[HostEvent], transfers: Iterable[HostEvent]
+) -> dict[tuple[str, str], list[float]]:  # fmt: skip
+    """When each thread starts or ends something, sorted: its own events, and the ends of what it has posted."""
+    edges: dict[tuple[str, str], list[float]] = defaultdict(list)
     for event in events:
-        steps[event.thread] += event.start, event.end
-    for times in steps.values():
+        edges[event.thread] += event.start, event.end
+    for transfer in transfers:
+        if _POSTED.match(transfer.name):
+            edges[transfer.thread].append(transfer.end)
+    for times in edges.values():
         times.sort()
+    return edges
+
+
+def _moving(transfer: HostEvent, call: HostEvent, edges: Sequence[float]) -> Iterator[HostEvent]:
+    """Yield when a posted transfer is known to move data: in the call that sends, and while its thread waits for it.
+
+    edges: of the thread. It waits from the last thing it did before the transfer ends.
+    """
+    sends = call is not transfer and ":send" in transfer.name
+    if sends:
+        yield transfer._replace(start=call.start, end=call.end)
+    since = max(transfer.start, edges[at - 1] if (at := bisect_left(edges, transfer.end)) else transfer.start)
+    if not sends or transfer.end - since >= _LEAST_BLOCKED:
+        yield transfer._replace(start=since)
+
+
+def _blocking(
+    transfers: Sequence[HostEvent], calls: Sequence[HostEvent], edges: Mapping[tuple[str, str], Sequence[float]]
+) -> Iterator[HostEvent]:
+    """Yield a wait for each collective of torch.distributed during which its thread did nothing.
+
+    calls: the call of each transfer. edges: of all threads, in which the thread's next step is looked for.
+    """
     for transfer, call in zip(transfers, calls, strict=True):
         waited = transfer.end - call.end
-        if not call.name.startswith("c10d::") or waited < _LEAST_BLOCKED:
+        if not call.name.startswith("c10d::") or waited < _LEAST_BLOCKED or _POSTED.match(transfer.name):
             continue
-        times = steps[call.thread]
+        times = edges[call.thread]
         following = times[at] if (at := bisect_right(times, call.end)) < len(times) else inf
         if 0 <= following - transfer.end <= max(_WAKE_UP, _WAKE_UP_SHARE * waited):
             yield HostEvent(LINK_WAIT, call.end, following, call.thread)

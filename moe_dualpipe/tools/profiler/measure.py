@@ -6,6 +6,7 @@ rounds; of each, the recording with the median length is kept.
 
 import statistics
 import time
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,14 +19,15 @@ from ...expert_parallel import Link, Loopback, Replay
 from ...expert_parallel.labels import COMBINE, DISPATCH
 from ...kernels.fp8 import weights_unchanged
 from ...messages import plural
-from ...overlap.labels import BACKWARD, FORWARD, label
+from ...overlap.labels import BACKWARD, FORWARD, label, letter_of
 from ..drawing.tables import markdown
 from .analyze import Analysis
 from .bound import possible_share, recorded_events
 from .capture import capture, synchronize
 from .files import TraceFiles, analyze_files
+from .intervals import intersection, intervals_of, union, union_length
 from .pair import Pair, PairWorkload
-from .pictures.picture import Picture
+from .pictures.picture import Picture, Work
 from .reading import read_trace
 from .report import account_rows, percent
 
@@ -94,9 +96,31 @@ class Measurement:
             f"overlapped: {overlapped.window_us / self.bound_us:.2f} of the bound, "
             f"{overlapped.window_us / sequential.window_us:.2f} of sequential\n"
             f"hidden communication: {possible}{percent(overlapped.hidden_fraction)} overlapped, "
-            f"{percent(sequential.hidden_fraction)} sequential",
+            f"{percent(sequential.hidden_fraction)} sequential" + self._shortest(),
         ]
         return "\n\n".join(parts)
+
+    def _shortest(self) -> str:
+        """A sentence: which computation of the overlapped run is too short, and by how much. "" if all is hidden."""
+        device = self.runs["overlapped"].devices[0]
+        phase = max(device.analysis.phases, key=lambda phase: phase.exposed_comm_us, default=None)
+        if phase is None or phase.exposed_comm_us < 0.01 * device.analysis.comm_us:
+            return ""
+        sent = union(intervals_of(one.event for one in device.work if one.kind == "comm" and one.phase == phase.name))
+        beside: dict[str, list[Work]] = defaultdict(list)
+        for one in device.work:
+            if one.kind == "compute" and letter_of(one.phase):
+                beside[one.phase].append(one)
+        us = {
+            name: union_length(intersection(sent, union(intervals_of(one.event for one in works))))
+            for name, works in beside.items()
+        }
+        names = sorted((name for name in us if us[name] >= 0.1 * sum(us.values())), key=lambda name: -us[name])
+        each, whole = phase.exposed_comm_us / len(sent), union_length(sent) / len(sent)
+        return (
+            f"\nexposed most: {phase.name}, {each:,.0f} us of {whole:,.0f} us each. To hide it, what "
+            f"runs beside it ({', '.join(names) or 'nothing'}) would have to take {each:,.0f} us longer"
+        )
 
 
 def _phase_rows(analyses: dict[str, Analysis], passes: int) -> list[list[str]]:

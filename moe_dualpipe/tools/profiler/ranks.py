@@ -27,7 +27,7 @@ from .account import WAITING, Entry
 from .communication import group_name, kind_of_collective
 from .trace import DeviceEvent
 
-_POINT_TO_POINT = re.compile(r":(send|recv)|gloo:broadcast")  # NCCL's kernel names do not distinguish the first two
+_POINT_TO_POINT = re.compile(r":(send|recv)|gloo:broadcast|shared:")  # NCCL's kernels do not distinguish the first two
 """Transfers that are not compared. A broadcast of gloo consists of sends, and its root does not wait."""
 _LEAST_OVERLAP = 0.9
 """Minimum share of a group's meetings in which all ranks are inside at one moment. Clocks are not exact."""

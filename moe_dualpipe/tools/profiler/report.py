@@ -66,7 +66,8 @@ def traces_text(files: "TraceFiles", phases: bool = False) -> str:
     parts = []
     for device in files.devices:
         text = analysis_text(device.analysis, phases)
-        parts.append("\n".join(filter(None, [printable(device.path), device.left_out, text])))
+        path = ", ".join(filter(None, [printable(device.path), printable(device.label, 60)]))
+        parts.append("\n".join(filter(None, [path, device.left_out, text])))
         parts.append(verdicts_text(device.analysis))
     if len(files.devices) > 1:
         sentences = [printable(sentence, 300) for sentence in files.comparison.sentences]
@@ -106,8 +107,8 @@ def verdicts_text(analysis: Analysis) -> str:
     parts, num_events = [], analysis.num_events
     if num_events > MOST_EVENTS:
         parts.append(f"Causes were searched only in the first {MOST_EVENTS:,} of {num_events:,} events of the device.")
-    verdicts = analysis.verdicts
-    parts += [_verdict_text(number, verdict) for number, verdict in enumerate(verdicts[:MOST_VERDICTS], start=1)]
+    verdicts, lost = analysis.verdicts, analysis.time_of(*LOST) / max(analysis.window_us, 1e-9)
+    parts += [_verdict_text(number, verdict, lost) for number, verdict in enumerate(verdicts[:MOST_VERDICTS], start=1)]
     if len(verdicts) > MOST_VERDICTS:
         parts.append(f"{plural(len(verdicts) - MOST_VERDICTS, 'smaller cause')} not shown.")
     return "\n".join([*parts, _unexplained(analysis)])
@@ -124,12 +125,14 @@ def _unexplained(analysis: Analysis) -> str:
     return f"Not explained: {left:,.0f} us ({left / whole:.1%} of the window). Most of it: {'; '.join(places)}."
 
 
-def _verdict_text(number: int, verdict: Verdict) -> str:
+def _verdict_text(number: int, verdict: Verdict, lost: float) -> str:
+    """lost: the lost time as a share of the window."""
     place = f" Most of it: {printable(verdict.place, 80)}." if verdict.place else ""
     gain = "The gain cannot be predicted."
     if verdict.gain_us is not None and verdict.gain_fraction is not None:
         gain = f"Without it, the window would be {verdict.gain_us:,.0f} us ({verdict.gain_fraction:.1%}) shorter."
-    explained = f"It explains {verdict.share:.1%} of the window. {gain} {verdict.remedy}"
+    of_lost = f" ({verdict.share / lost:.0%} of the lost time)" if lost else ""
+    explained = f"It explains {verdict.share:.1%} of the window{of_lost}. {gain} {verdict.remedy}"
     lines = [f"{number}. {printable(verdict.title).removesuffix('.')} ({printable(verdict.kind)}).{place}"]
     lines += [printable(sentence, 400) for sentence in (*verdict.evidence, explained)]
     return "\n   ".join(lines)

@@ -91,6 +91,8 @@ class Trace:
     truncated: bool = False
     """Whether events were not read, because the file is incomplete or too long."""
     rank: int | None = None
+    label: str = ""
+    """Which rank of a file with several ranks it is, such as "[TP01]"; "" for the only one."""
     host: str = ""
     base_us: float = 0.0
     """The origin of the file's times, on the clock of the host."""

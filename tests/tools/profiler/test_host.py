@@ -214,6 +214,8 @@ def test_a_sum_over_ranks_that_blocks(name, kind, cost_us, gains, tmp_path):
         )
     ]  # fmt: skip
     files = analyze_files([write(tmp_path / "t.json", events)], pictures=False)
-    [verdict] = files.devices[0].analysis.verdicts
-    assert (verdict.kind, verdict.cost_us) == (kind, cost_us)
+    found = {verdict.kind: verdict for verdict in files.devices[0].analysis.verdicts}
+    assert found.keys() == {kind, "host-bound"}  # nothing happens at the end of each annotation
+    verdict = found[kind]
+    assert verdict.cost_us == cost_us
     assert verdict.gain_us == (gains and pytest.approx(gains, abs=100))

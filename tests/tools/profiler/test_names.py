@@ -15,9 +15,11 @@ from moe_dualpipe.tools.profiler.categories import (
     category_of_kernel,
 )
 from moe_dualpipe.tools.profiler.communication import LIBRARIES, NAMES, Names, function_name, kind_of_collective
+from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.kernel_names import short_name, shortened
 from moe_dualpipe.tools.profiler.pictures.lanes import CATEGORY_COLORS
 from moe_dualpipe.tools.profiler.trace import Collective, DeviceEvent
+from tests.support.traces import kernel, write
 
 # ---- Which kernels and copies are communication: names of every library, and names that are near them ----
 
@@ -87,6 +89,17 @@ KERNELS = {
         ["Kernel_compute_gelu", "Kernel_all_summary", "gemm_Kernel_2rank_update", "acccl::add", "_ZTS9VectorAdd",
          "_ZTSN2at3AddE"],
     ),
+    "NIXL-EP, Mooncake": (
+        ["void nixl_ep::ht::dispatch<false, 8>(int4*)", "void mooncake::dispatch<true, 4>(void*, float*)",
+         "mooncake::mark_phase_ack_kernel(void*)"],
+        ["void phoenixl_ep::dispatch(int)", "void my::combine<mooncake::Buffer>(int)", "mooncake_gelu"],
+    ),
+    "Triton-distributed": (
+        ["kernel_combine_token_intra_node", "dispatch_kernel_v2", "kernel_pre_attn_qkv_pack_a2a", "p2p_put_kernel",
+         "kernel_get_dispatch_send_reqs", "barrier_all_intra_node_kernel", "_forward_push_2d_ll_kernel"],
+        ["mega_kernel_dispatch_token_moe_grouped_gemm", "dispatch_kernel_v20", "kernel_gqa_fwd_batch_decode_combine_kv",
+         "swiglu_forward_kernel", "forward_push"],
+    ),
     "moe-dualpipe": (
         ["push_kernel", "receive_rows_kernel", "receive_sums_kernel", "release_kernel", "wait_for_ranks_kernel"],
         ["push_kernel_v2", "my_push_kernel", "receive_kernel", "wait_kernel", "void a::release_kernel(int)"],
@@ -112,6 +125,28 @@ def test_kernels_of_a_library(library):
         assert kind_of(name) == "comm", name
     for name in near:
         assert kind_of(name) == "compute", name
+
+
+@pytest.mark.parametrize("name,remarked", [
+    *((name, True) for name in ("void mine::dispatch<8>(int)", "ep_combine_rows", "my_a2a_kernel", "put_rows",
+                                "ringSendKernel")),
+    *((name, False) for name in (
+        "at::native::index_put_kernel(int)", "flash_fwd_splitkv_combine_kernel", "triton_poi_fused_index_put_0",
+        "target_kernel", "gemm_send_kernel", "nixl_ep::dispatch",
+    )),
+])  # fmt: skip
+def test_computation_that_is_named_like_a_transfer_is_remarked(name, remarked, tmp_path):
+    """With its time and the option that makes it communication; not if the user has said that it computes."""
+    path = write(tmp_path / "t.json", [kernel(name, 0, 1234), kernel("gemm", 2000, 10)])
+    [device] = analyze_files([path]).devices
+    if not remarked:
+        assert device.remarks == ()
+        return
+    [sentence] = device.remarks
+    assert "(1,234 us)" in sentence
+    [told] = analyze_files([path], Names(comm=sentence.split("'")[1])).devices
+    assert told.remarks == () and (told.analysis.num_comm, device.analysis.num_comm) == (1, 0)
+    assert analyze_files([path], Names(compute=".")).devices[0].remarks == ()
 
 
 @pytest.mark.parametrize("name,category,kind,comm", [

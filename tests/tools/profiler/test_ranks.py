@@ -1,5 +1,6 @@
 """Ranks in several process groups: who meets whom, how long each waited for whom, and on which clock."""
 
+import json
 import random
 from collections import defaultdict
 from dataclasses import replace
@@ -13,6 +14,7 @@ from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.ranks import RankTransfers, compare_traces
 from moe_dualpipe.tools.profiler.trace import DeviceEvent
 from tests.support.faults import Job, Machine, run, write_traces
+from tests.support.faults.jobs import moe_training
 from tests.support.faults.program import Await, Collective, Kernel, Record
 from tests.support.traces import kernel, write
 
@@ -222,3 +224,25 @@ def test_the_command_and_the_pictures_put_ranks_on_one_clock(tmp_path, capsys, o
     at = next(i for i, line in enumerate(lines) if line.endswith("waiting for a rank |"))
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in lines[at + 2 : at + 4]]
     assert rows == [["rank 0", "100", "70", "50", "30", "40.0%", "0"], ["rank 1", "130", "90", "30", "30", "0.0%", "0"]]
+
+
+@pytest.mark.parametrize("label", ["[TP0{}] ", "rank{}: ", "[DP00-TP0{}] "])
+def test_merged_traces_give_the_reports_of_the_ranks(label, tmp_path):
+    """A merger writes the rank before each process. Devices, launches and annotations have the same numbers."""
+    paths = write_traces(run(moe_training(layers=2)), tmp_path / "apart")
+    merged, events = {}, []
+    for rank, path in enumerate(paths):
+        found = json.loads(path.read_text())
+        events += [one | {"pid": f"{label.format(rank)}{one['pid']}"} for one in found.pop("traceEvents")]
+        merged = found | merged
+    (tmp_path / "merged.json").write_text(json.dumps({**merged, "traceEvents": events}))
+    apart, together = analyze_files(paths).as_objects(), analyze_files([tmp_path / "merged.json"]).as_objects()
+    assert len(apart) == len(together) > 1
+    numbered = "DP" not in label
+    for one, other in zip(apart, together, strict=True):
+        one["trace"] = other["trace"]
+        one["rank"] = one["rank"] if numbered else None
+        text = json.dumps(one)
+        for rank in range(len(paths)) if not numbered else ():
+            text = text.replace(f"rank {rank}", f"[DP00-TP0{rank}], device {rank}")
+        assert json.loads(text) == json.loads(json.dumps(other))

@@ -21,7 +21,7 @@ BESIDE = {
     "token by token": {"short-kernels"}, "no graphs": {"short-kernels"},
 }  # fmt: skip
 """What is also true of these jobs."""
-TITLES = {"moving imbalance": "imbalance/moving", "one chunk": "nothing-to-overlap/experts"}
+TITLES = {"moving imbalance": "imbalance/moving", "one chunk": "nothing-to-overlap/one chunk"}
 LEFT = 0.02
 """The largest share of a window that may stay unexplained."""
 

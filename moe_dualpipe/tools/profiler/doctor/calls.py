@@ -122,18 +122,22 @@ def calls_of_cpu(trace: Trace, events: Sequence[DeviceEvent], transfers: Sequenc
 def _named_waits(
     trace: Trace, events: Sequence[DeviceEvent], transfers: Sequence[int]
 ) -> Iterator[tuple[HostEvent, list[int]]]:
-    """Waits, such as "wait for dispatch(F)", each with the transfers that an annotation dispatch(F) started."""
+    """Waits, such as "wait for dispatch(F)", each with the transfers that an annotation dispatch(F) or the wait itself
+    started."""
     started: dict[HostEvent, list[int]] = defaultdict(list)
     for i in transfers:
         if annotation := trace.annotation_of(events[i]):
             started[annotation].append(i)
+    waits = {wait: wait._replace(name=without_wait(wait.name)) for wait in trace.waits if is_wait(wait.name)}
     pending: dict[str, deque[HostEvent]] = defaultdict(deque)
-    for annotation in sorted(started, key=attrgetter("start")):
+    for annotation in sorted(started.keys() - waits.values(), key=attrgetter("start")):
         pending[annotation.name].append(annotation)
-    for wait in sorted(trace.waits, key=attrgetter("start")):
-        candidates = pending[without_wait(wait.name)] if is_wait(wait.name) else ()
+    for wait, named in sorted(waits.items(), key=lambda item: item[0].start):
+        candidates, found = pending[named.name], started.get(named, [])
         if candidates and candidates[0].start < wait.start:
-            yield wait, started[candidates.popleft()]
+            yield wait, [*started[candidates.popleft()], *found]
+        elif found:
+            yield wait, found
 
 
 def _unnamed_waits(
@@ -160,5 +164,7 @@ def _unnamed_waits(
                 call, segment = trace.launch_of(found), trace.annotation_of(found)
                 if call is not None and call.thread[1] == stream:
                     start = max(start, call.end)
+                    if call.end >= found.end and call.name != found.name:  # the call itself copies the rows
+                        continue
                 lasts = segment and letter_of(segment.name) and found.end <= segment.end
                 yield Call(AT_ONCE if lasts else BLOCKED, start, end, ("", stream), True, awaits=by_end[last])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..communication import kind_of_collective
-from ..intervals import EMPTY, Intervals, difference, length_before, union
+from ..intervals import EMPTY, Intervals, as_intervals, difference, length_before, union
 from .replay import Change, Floats, Graph, Ints, Mask
 from .verdict import CAUSES, Verdict
 from .view import COMM, COMPUTE, COPY, View
@@ -69,6 +69,14 @@ class Device:
         """When nothing ran."""
         return self.outside(COMPUTE, COPY, COMM)
 
+    @cached_property
+    def waits(self) -> Intervals:
+        """When a thread of a CPU waited for a transfer, or moved its data itself."""
+        view = self.view
+        moved = self.is_comm & (self.is_point_to_point | (view.launch_end >= view.end) & (view.launch >= 0))
+        calls = as_intervals((call.start, call.end) for call in view.calls if call.sync)
+        return union(np.concatenate([calls, np.stack([view.start[moved], view.end[moved]], axis=1)]))
+
     def outside(self, *kinds: int) -> Intervals:
         """When no events of these kinds ran."""
         whole = np.array([[0.0, self.window_us]]) if self.window_us else EMPTY
@@ -93,12 +101,13 @@ class Device:
         return f"{collective.name} in {group}" if group else collective.name
 
     def launched_behind(self, event: int) -> str:
-        """A sentence that names the last computation that was launched before a transfer; "" if unknown."""
-        launch = self.view.launch
+        """A sentence that names the last computation of another part of the program that was launched before a
+        transfer; "" if unknown."""
+        launch, own = self.view.launch, self.place(event)
         before = np.flatnonzero((launch < launch[event]) & (launch >= 0) & ~self.is_comm)
-        if not len(before):
+        places = map(self.place, before[np.argsort(-launch[before], kind="stable")].tolist())
+        if (place := next((place for place in places if place != own), None)) is None:
             return ""
-        place = self.place(int(before[np.argmax(launch[before])]))
         return f" It was launched behind {place}: if it does not need that, launch it earlier."
 
     def found(

@@ -82,7 +82,8 @@ def conclude(
     repaired = [ranks.times(own)[rank] for rank, own in enumerate(causes)]
     for rank, times in enumerate(repaired):
         least_us = LEAST_SHARE * ranks.devices[rank].window_us
-        rest = _by_key(transfers.find_nothing_else(ranks.devices[rank], times, least_us))
+        explained = ranks.explained(rank, causes[rank], times)
+        rest = _by_key(transfers.find_nothing_else(ranks.devices[rank], times, explained, least_us))
         ranks.found[rank] |= rest
         causes[rank] += rest
     found = [Diagnosis((), tuple(entries), tuple(_lost(entries, EMPTY))) for entries in accounts]
@@ -114,8 +115,8 @@ def _diagnosis(
         fraction = None if gain is None else gain / window
         verdicts.append(replace(verdict, share=share, gain_us=gain, gain_fraction=fraction))
     verdicts.sort(key=lambda verdict: -(verdict.gain_us or 0.0))
-    explained = union(np.concatenate([_repaired_gaps(device, repaired), *(found[cause].spans for cause in causes)]))
-    return Diagnosis(tuple(verdicts), tuple(entries), tuple(_lost(entries, explained + origin)))
+    explained = ranks.explained(rank, causes, repaired) + origin
+    return Diagnosis(tuple(verdicts), tuple(entries), tuple(_lost(entries, explained)))
 
 
 def _lost(entries: Sequence[Entry], explained: Intervals) -> list[Total]:
@@ -190,6 +191,11 @@ class Ranks:
         if chosen not in self.windows:
             self.windows[chosen] = [times.window_us for times in self.times(chosen)]
         return self.devices[rank].graph.recorded.window_us - self.windows[chosen][rank]
+
+    def explained(self, rank: int, causes: Collection[str], repaired: NodeTimes) -> Intervals:
+        """When these causes cost time on a rank, and the gaps that disappear without them."""
+        gaps, found = _repaired_gaps(self.devices[rank], repaired), self.found[rank]
+        return union(np.concatenate([gaps, *(found[cause].spans for cause in causes)]))
 
     def times(self, causes: Collection[str]) -> list[NodeTimes]:
         """When everything on all ranks happens without these causes."""

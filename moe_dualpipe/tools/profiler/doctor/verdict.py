@@ -22,7 +22,7 @@ _WAITS_FOR_RANKS = (
 _LONG = (
     "{count:,} of {transfers:,} transfers take {ratio:.1f} times as long (median) as the fastest quarter of the same "
     "kind and size: {cost:,.0f} us more in total.",
-    "The longest takes {longest:,.0f} us instead of {usual:,.0f}.{left_out}",
+    "The longest takes {longest:,.0f} us instead of {usual:,.0f}.",
 )
 _STARVED_TRANSFER, _STARVED_COMPUTATION = (
     (f"{slow.capitalize()} take {{ratio:.2f}} times as long beside {beside} as alone, as measured on {{measured:,}} "
@@ -52,6 +52,11 @@ CAUSES: Mapping[str, Cause] = {
         ("{late:,} of {count:,} kernels and copies were launched when their stream was already idle. Nothing was "
          "computed for {cost:,.0f} us until they were launched.",
          "A kernel starts {latency:,.1f} us or more after its launch.")),
+    "host-bound/thread": Cause(
+        "The thread neither computes nor waits for a transfer.",
+        "Do more in each operator (larger micro-batches, torch.compile), and give each process its own cores.",
+        ("In {count:,} gaps, Python ran between operators, or the system ran something else: {cost:,.0f} us in total, "
+         "{most:,.0f} us at most.",)),
     "host-sync": Cause(
         "The host waits for the device (.item(), .cpu()), so the queue is empty afterwards.", _READ_LATER,
         ("{call} and similar calls waited {count:,} times, {waited:,.0f} us in total.",
@@ -113,7 +118,8 @@ CAUSES: Mapping[str, Cause] = {
         _WAITS_FOR_RANKS),
     "slow-transfer": Cause(
         "Some transfers are slower than others of the same size.",
-        "Look for a slow link, or for other traffic on it at the same time.", _LONG),
+        "Look for a slow link, or for other traffic on it at the same time.",
+        (*_LONG, "Waits for late ranks are not counted.")),
     "imbalance/one rank": Cause(
         "Some transfers take much longer than others of the same size.",
         "Other ranks joined late, or the link was slow: analyze the traces of all ranks together to tell which.",
@@ -149,11 +155,11 @@ CAUSES: Mapping[str, Cause] = {
         "Computation waits for weights or gradients that are gathered or scattered.",
         "Prefetch the next layer's weights (FSDP: forward_prefetch, backward_prefetch), or shard over fewer ranks.",
         _EXPOSED),
-    "nothing-to-overlap/experts": Cause(
-        "No independent computation can run beside the transfers of experts.",
+    "nothing-to-overlap/one chunk": Cause(
+        "No independent computation can run beside the transfers of a micro-batch.",
         "Interleave a second micro-batch (DualPipe, two-batch overlap), or send less.", _EXPOSED),
     "nothing-to-overlap/interleaved": Cause(
-        "The computation beside the transfers of experts is too short.",
+        "The computation beside the transfers of a micro-batch is too short.",
         "Move work beside them, such as weight gradients or shared experts, send less, or use a faster link.",
         _EXPOSED),
     "nothing-to-overlap": Cause(

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ....overlap.labels import WEIGHTS, letter_of
+from ....overlap.labels import SUM_GRADIENTS, WEIGHTS, letter_of
 from ..trace import DeviceEvent, Trace
 from .calls import CLOCK, Call, calls_of_cpu, calls_of_gpu, queued_waits
 from .replay import Floats, Ints, Mask
@@ -49,6 +49,11 @@ class View:
     """How many waits for other streams the host queued before each event; -1 if no such call is recorded."""
     queues: int | None
     """Hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), if recorded."""
+
+    @cached_property
+    def has_labels(self) -> bool:
+        """Whether the run labels its segments, or its sums of gradients."""
+        return any(letter_of(label) or label.startswith(SUM_GRADIENTS) for label in self.labels)
 
     @property
     def window_us(self) -> float:

@@ -1,17 +1,39 @@
-"""Read the traces of profilers into a Trace: Chrome traces of torch.profiler, and exports of Nsight Systems."""
+"""Read the traces of profilers: Chrome traces of torch.profiler, and exports of Nsight Systems.
 
+A file can hold several ranks: an export of several processes, or traces that a tool has merged, with the rank before
+each process, such as "[TP01] 4711". Each rank becomes a Trace, because devices, launches and annotations of different
+ranks have the same numbers and names.
+"""
+
+import re
+from collections import defaultdict
+from copy import deepcopy
 from pathlib import Path
 
 from ..trace import Trace, TraceError
-from .chrome import WRITTEN_BY, read_chrome
+from .chrome import WRITTEN_BY, ChromeTrace, Event, read_chrome
 from .kineto import sort_events
 from .nsys import is_sqlite, read_nsys
 
-__all__ = ["read_trace"]
+__all__ = ["read_trace", "read_traces"]
+
+_PROCESS = re.compile(r"(.*\D)\d+")
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Read a trace file; its contents tell the format. Raises TraceError if it is missing, empty or not a trace."""
+    """Read the trace of one rank. Raises TraceError as `read_traces` does, and if the file holds several ranks."""
+    traces = read_traces(path)
+    if len(traces) > 1:
+        labels = ", ".join(trace.label for trace in traces[:4])
+        raise TraceError(f"{path}: holds the traces of {len(traces)} ranks ({labels}): use read_traces")
+    return traces[0]
+
+
+def read_traces(path: str | Path) -> list[Trace]:
+    """Read a trace file, one Trace for each rank in it; its contents tell the format.
+
+    Raises TraceError if it is missing, empty or not a trace.
+    """
     path = Path(path)
     if path.suffix in (".nsys-rep", ".qdrep"):
         raise TraceError(f"{path}: a report of Nsight Systems: export it with `nsys export --type sqlite`")
@@ -27,10 +49,33 @@ def read_trace(path: str | Path) -> Trace:
         raise TraceError(f"{path}: not a trace: its lists are nested too deeply") from None
     if file.otherData == WRITTEN_BY:
         raise TraceError(f"{path}: written by --out for ui.perfetto.dev: name the recordings that it shows")
-    sort_events(file, trace)
-    if from_nsys and not trace.device_events:
+    traces = _sorted_by_rank(file, trace, numbered=not from_nsys)
+    if from_nsys and not any(one.device_events for one in traces):
         raise TraceError(f"{path}: Nsight Systems recorded no work on a GPU: run it with --trace=cuda,nvtx")
-    if not trace.num_events:
+    if not any(one.num_events for one in traces):
         why = "it is cut off before the first event" if trace.truncated else "nothing was recorded"
         raise TraceError(f"{path}: a trace without events: {why}")
-    return trace
+    return traces
+
+
+def _sorted_by_rank(file: ChromeTrace, trace: Trace, numbered: bool) -> list[Trace]:
+    """The traces of the ranks that have work.
+
+    trace: what is known of the file's damage. numbered: whether the number in a label is that of the rank.
+    """
+    by_rank: dict[str, list[Event]] = defaultdict(list)
+    for event in file.traceEvents:
+        found = _PROCESS.fullmatch(event.pid) if isinstance(event.pid, str) else None
+        by_rank[found[1].strip(" ,:_-") if found else ""].append(event)
+    if len(by_rank) < 2:
+        sort_events(file, trace)
+        return [trace]
+    traces = []
+    for label, file.traceEvents in by_rank.items():
+        traces.append(one := deepcopy(trace))
+        sort_events(file, one)
+        numbers = re.findall(r"\d+", label) if numbered else []
+        one.label, one.rank = label, int(numbers[0]) if len(numbers) == 1 else None  # [TP01-EP03] tells no global rank
+        one.world_size = None if one.rank is None else one.world_size
+    working = [one for one in traces if one.device_events] or [one for one in traces if one.operators or one.transfers]
+    return working or traces

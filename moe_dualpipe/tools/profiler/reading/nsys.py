@@ -1,10 +1,11 @@
 """Read what Nsight Systems recorded, from its SQLite export: `nsys export --type sqlite report.nsys-rep`.
 
-Each row becomes an event as torch.profiler would write it, and kineto.py sorts both:
+Each row becomes an event as torch.profiler would write it, and kineto.py sorts both. If several processes used GPUs,
+the name of each is put before its events, as in merged traces.
 
     event                 table of the export
     kernel, gpu_memcpy    CUPTI_ACTIVITY_KIND_KERNEL, _MEMCPY, _MEMSET; _GRAPH_TRACE for CUDA graphs recorded as a whole
-    cuda_runtime          CUPTI_ACTIVITY_KIND_RUNTIME, by correlation id and process
+    cuda_runtime          CUPTI_ACTIVITY_KIND_RUNTIME, by correlation id
     user_annotation       NVTX_EVENTS
     values beside events  META_DATA_CAPTURE, TARGET_INFO_*
 
@@ -65,7 +66,11 @@ def read_nsys(path: Path, trace: Trace) -> ChromeTrace:
             file.text_factory = lambda text: text.decode("utf-8", "replace")
             export = _Export(path, file)
             found = ChromeTrace([*export.device(), *export.calls(), *export.ranges()])
-            export.describe(found)
+            working = {event.pid for event in found.traceEvents if event.cat != "cuda_runtime" and event.tid == 0}
+            several = len(working) > 1 and 0 not in working  # 0: unknown
+            for event in found.traceEvents if several else ():
+                event.pid = f"process {event.pid}, {event.pid}"
+            export.describe(found, several)
             trace.notes += [_GRAPHS] if any(export.rows(GRAPH, "start")) else []
     except sqlite3.Error as error:
         raise TraceError(f"{path}: not a usable SQLite file: {error}") from None
@@ -84,8 +89,6 @@ class _Export:
         self._gpus = {
             (pid, device): gpu for gpu, device, pid in self.rows("TARGET_INFO_CUDA_DEVICE", "gpuId", "cudaId", "pid")
         }
-        self._processes: dict[int, int] = {}
-        """A number for each process. Correlation ids are unique only in a process."""
 
     def rows(self, table: str, *columns: str) -> Iterator[tuple[Any, ...]]:
         """Yield these columns of a table, None where a column is missing; nothing if the table is missing."""
@@ -113,16 +116,14 @@ class _Export:
 
     def _work(self, name: str, category: str, place: list[Any], **arguments: Any) -> Event:
         start, end, device, stream, correlation, process = place
-        where = {"device": self._device(device, process), "stream": stream}
-        return _event(name, category, start, end, correlation=self._correlation(process, correlation), **where,
-                      **arguments)  # fmt: skip
+        where = {"device": self._gpus.get((_process_id(process), device), device), "stream": stream}
+        return _event(name, category, start, end, process, correlation=correlation, **where, **arguments)
 
     def calls(self) -> Iterator[Event]:
         columns = "start", "end", "globalTid", "correlationId", "nameId"
         for start, end, thread, correlation, name in self.rows(RUNTIME, *columns):
             text = _VERSION.sub("", self._names.get(name) or "")
-            number = self._correlation(thread, correlation)
-            yield _event(text, "cuda_runtime", start, end, thread, correlation=number)
+            yield _event(text, "cuda_runtime", start, end, thread, correlation=correlation)
 
     def ranges(self) -> Iterator[Event]:
         """The NVTX ranges. One that never ended is left out."""
@@ -140,14 +141,15 @@ class _Export:
             if end is not None and name and (TRANSFER.match(name) or (name == full and domain not in libraries)):
                 yield _event(name, "user_annotation", start, end, thread)
 
-    def describe(self, trace: ChromeTrace) -> None:
+    def describe(self, trace: ChromeTrace, several: bool) -> None:
+        """several: whether the file has several ranks."""
         environment: dict[str, str] = {}
         for name, value in self.rows("META_DATA_CAPTURE", "name", "value"):
             if str(name).endswith(":ENVIRONMENT_VARIABLE"):
                 key, _, text = str(value).partition("=")
                 environment.setdefault(key, text.strip('"'))
         trace.CUDA_DEVICE_MAX_CONNECTIONS = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
-        if len(self._processes) == 1:  # otherwise the file has several ranks
+        if not several:
             rank, size = (next((environment[k] for k in keys if k in environment), None) for keys in (_RANKS, _SIZES))
             trace.distributedInfo = {"rank": rank, "world_size": size}
         gpus = [*self.rows("TARGET_INFO_GPU", "name", "smCount")]
@@ -158,14 +160,6 @@ class _Export:
             trace.baseTimeNanoseconds = started
         hosts = (value for name, value in self.rows("TARGET_INFO_SYSTEM_ENV", "name", "value") if name == "Hostname")
         trace.host_name = next(hosts, "")
-
-    def _device(self, device: object, process: object) -> object:
-        return self._gpus.get((_process_id(process), device), device)
-
-    def _correlation(self, identifier: object, correlation: object) -> int | None:
-        """A number for a correlation id of a process, from the global id of the process or of one of its threads."""
-        number = self._processes.setdefault(_process_id(identifier), len(self._processes))
-        return correlation + (number << 32) if isinstance(correlation, int) else None
 
 
 def _event(name: str, category: str, start: object, end: object, thread: object = None, **arguments: Any) -> Event:

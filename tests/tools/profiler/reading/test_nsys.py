@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.tools.profiler import TraceError, analyze, read_trace
+from moe_dualpipe.tools.profiler import TraceError, analyze, read_trace, read_traces
 from moe_dualpipe.tools.profiler.phases import Phases
 from tests.support import traces
 from tests.support.nsys_files import (
@@ -28,7 +28,12 @@ GEMM, ALL_REDUCE = "void gemm<float>(float*)", "ncclDevKernel_AllReduce_Sum_f32_
 
 
 def read(path, **tables):
-    return read_trace(write_export(path / "report.sqlite", **tables))
+    [trace] = read_ranks(path, **tables)
+    return trace
+
+
+def read_ranks(path, **tables):
+    return read_traces(write_export(path / "report.sqlite", **tables))
 
 
 def test_a_recording_gives_the_same_numbers_in_both_formats(tmp_path, capsys):
@@ -70,20 +75,27 @@ def test_processes_have_their_own_correlation_ids(tmp_path):
         RANGES: [nvtx("first", 500, 5_000, 100, 1), nvtx("second", 500, 5_000, 70_000, 2)],
         "META_DATA_CAPTURE": [{"name": "PROCESS_0:ENVIRONMENT_VARIABLE", "value": 'RANK="0"'}],
     }  # fmt: skip
-    trace = read(tmp_path, **tables)
-    phases = Phases(trace)
-    places = [(e.device, phases.phase_of(e)) for e in trace.device_events]
-    assert places == [("0", "first"), ("0", ""), ("1", "second")] and trace.rank is None
-    calls = [trace.launches[e.correlation or 0] for e in trace.device_events]
-    assert [(one.start, *one.thread) for one in calls] == [(1.0, "100", "1"), (0.0, "100", "1"), (2.0, "70000", "2")]
+    every = read_ranks(tmp_path, **tables)
+    assert [(trace.label, trace.rank) for trace in every] == [("process 100", None), ("process 70000", None)]
+    places = [(e.device, Phases(trace).phase_of(e)) for trace in every for e in trace.device_events]
+    assert places == [("0", "first"), ("0", ""), ("1", "second")]
+    calls = [trace.launches[e.correlation or 0] for trace in every for e in trace.device_events]
+    assert [(one.start, one.thread[1]) for one in calls] == [(1.0, "1"), (0.0, "1"), (2.0, "2")]
+    with pytest.raises(
+        TraceError, match=r"holds the traces of 2 ranks \(process 100, process 70000\): use read_traces"
+    ):
+        read_trace(tmp_path / "report.sqlite")
 
 
 def test_processes_that_call_their_gpu_0(tmp_path):
-    """With CUDA_VISIBLE_DEVICES, each process has a device 0. Which GPU that is, a table says."""
-    kernels = {KERNEL: [kernel("a", 0, 9_000, pid=100), kernel("b", 5_000, 9_000, pid=200)]}
+    """With CUDA_VISIBLE_DEVICES, each process has a device 0. Which GPU that is, a table says, if it was exported."""
+    kernels = {KERNEL: [kernel("a", 0, 9_000, pid=100), kernel(ALL_REDUCE, 5_000, 9_000, pid=200)]}
     gpus = [{"gpuId": 3, "cudaId": 0, "pid": 100, "numMultiprocessors": 132}, {"gpuId": 2, "cudaId": 0, "pid": 200}]
-    trace = read(tmp_path, **kernels, TARGET_INFO_CUDA_DEVICE=gpus)
-    assert ([event.device for event in trace.device_events], trace.num_sms, trace.rank) == (["3", "2"], 132, None)
+    for number, (tables, devices) in enumerate([({"TARGET_INFO_CUDA_DEVICE": gpus}, ["3", "2"]), ({}, ["0", "0"])]):
+        (folder := tmp_path / str(number)).mkdir()
+        one, other = read_ranks(folder, **kernels, **tables)
+        assert [event.device for trace in (one, other) for event in trace.device_events] == devices
+        assert one.num_sms == (132 if tables else 0) and analyze(other)[0].hidden_fraction == 0
 
 
 def test_an_export_with_almost_no_columns(tmp_path):

@@ -29,7 +29,7 @@ ACTIVITIES = {ALLOCATING: "allocator", LOADER: "data-loader", CHECKPOINT: "check
 def find(device: Device, trace: Trace) -> list[FoundCause]:
     """Find all causes of the host. Each may follow from those before it."""
     if device.view.is_cpu:
-        return _waits_at_once(device)
+        return [*_waits_at_once(device), *_busy_thread(device)]
     spans = {
         kind: union(as_intervals(row[:2] for row in rows)) - device.view.origin
         for kind, rows in host_spans(trace).items() if kind in ACTIVITIES
@@ -106,6 +106,16 @@ def _late_host(device: Device, activities: Intervals) -> list[FoundCause]:
         cost_us=union_length(intersection(union(np.stack([free, free + late], axis=1)), device.gaps)),
         late=(costs > LATE).sum(), latency=view.latency,
     )  # fmt: skip
+
+
+def _busy_thread(device: Device) -> list[FoundCause]:
+    """Times in which a CPU neither computes nor waits for a transfer."""
+    busy = difference(device.gaps, device.waits)
+    start, end = busy.T
+    following = np.minimum(np.searchsorted(device.view.start, end), len(device.view.start) - 1)
+    nodes = np.arange(len(device.graph.start))
+    change = partial(_without_host, nodes=nodes, us=np.zeros(len(nodes)), spans=busy)
+    return device.found("host-bound/thread", following, start, end, change)
 
 
 def _host_without(device: Device, spans: Intervals) -> partial[Graph]:

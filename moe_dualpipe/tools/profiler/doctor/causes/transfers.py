@@ -15,14 +15,15 @@ from itertools import pairwise
 import numpy as np
 
 from .....messages import plural
+from .....overlap.labels import GATHER_WEIGHTS, SUM_GRADIENTS
 from ...account import copy_name
 from ...categories import category_of_kernel
 from ...communication import kind_of_collective
-from ...intervals import Intervals, as_intervals, intersection, length_before, union, union_length
+from ...intervals import EMPTY, Intervals, difference, intersection, length_before, union, union_length
 from ..calls import CLOCK
 from ..device import Device, FoundCause
 from ..joint import Joined
-from ..replay import DATA, Floats, Graph, Ints, NodeTimes, shorter, without
+from ..replay import DATA, SYNC, Floats, Graph, Ints, Mask, NodeTimes, shorter, without
 from ..view import COMM, COMPUTE, COPY
 
 LEAST = 4
@@ -40,6 +41,8 @@ LEAST_RATE = 5e3
 """Elements per microsecond of a link, at least: what small transfers would take together."""
 SMALL_ELEMENTS, SMALL_US = 1 << 17, 100.0
 """A transfer is small if it has at most so many elements, as far as known, and takes at most so long."""
+OTHERWISE = "nothing-to-overlap"
+"""The cause of exposed transfers of no known purpose, and of several purposes that cost little."""
 _BUCKETS = 0.5
 """If a larger share of the sums of gradients is hidden, only the last of several buckets is exposed."""
 _INTERLEAVED = 0.3
@@ -53,7 +56,7 @@ def find(device: Device, rank_names: Mapping[int, str], joined: Joined | None, s
     slowed_us: how much longer each event took because of computation beside it.
     """
     waits = _imbalance(device, rank_names, joined) if joined is not None else []
-    return [*waits, *_long(device, device.own_us - slowed_us, joined is not None), *_small(device)]
+    return [*waits, *_long(device, device.own_us - slowed_us, joined), *_small(device)]
 
 
 def _imbalance(device: Device, rank_names: Mapping[int, str], joined: Joined) -> list[FoundCause]:
@@ -82,27 +85,35 @@ def same_kind(device: Device, event: int) -> tuple[object, ...]:
     return found.name, c.name, c.group, c.ranks, c.in_elems, c.out_elems, c.dtype, c.peer
 
 
-def _long(device: Device, own: Floats, joined: bool) -> list[FoundCause]:
+def _long(device: Device, own: Floats, joined: Joined | None) -> list[FoundCause]:
     """Transfers that take longer than the fastest quarter of their kind. own: how long each transfer takes alone."""
     alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for event in np.flatnonzero(device.is_comm).tolist():
+    on_links = device.is_comm & ~(device.view.is_cpu & device.is_point_to_point)  # of those, a CPU shows waits only
+    for event in np.flatnonzero(on_links).tolist():
         alike[same_kind(device, event)].append(event)
     usual = own.copy()
     for same in alike.values():
         base = float(np.percentile(own[same], 25))
         if len(same) >= LEAST:
             usual[same] = np.where(own[same] > LONG * base, base, own[same])
-    events = np.flatnonzero(own > usual)
+    without_waits = np.zeros(len(own), bool) if joined is None else joined.last >= 0
+    return [
+        *_longer_than(device, "slow-transfer", own, usual, without_waits),
+        *_longer_than(device, "imbalance/one rank", own, usual, ~without_waits),
+    ]
+
+
+def _longer_than(device: Device, key: str, own: Floats, usual: Floats, chosen: Mask) -> list[FoundCause]:
+    events = np.flatnonzero((own > usual) & chosen)
     if not len(events):
         return []
     own, usual, end = own[events], usual[events], device.view.end[events]
     excess = own - usual
     worst = int(np.argmax(excess))
     return device.found(
-        "slow-transfer" if joined else "imbalance/one rank", events, end - excess, end,
-        partial(shorter, nodes=device.view.event_nodes[events], us=excess), costs=excess,
-        transfers=device.is_comm.sum(), ratio=np.median(own / usual), longest=own[worst], usual=usual[worst],
-        left_out=" Waits for late ranks are not counted." if joined else "",
+        key, events, end - excess, end, partial(shorter, nodes=device.view.event_nodes[events], us=excess),
+        costs=excess, transfers=device.is_comm.sum(), ratio=np.median(own / usual), longest=own[worst],
+        usual=usual[worst],
     )  # fmt: skip
 
 
@@ -149,7 +160,8 @@ def _pipeline(device: Device) -> list[FoundCause]:
     view, waits, events = device.view, device.graph.edges, np.flatnonzero(device.is_point_to_point)
     start, end = view.start[events], view.end[events]
     exposed = union_length(intersection(union(np.stack([start, end], axis=1)), device.gaps))
-    rows = np.flatnonzero((waits.kind == DATA) & np.isin(waits.source_node, view.event_nodes[events]))
+    awaited = np.isin(waits.kind, (DATA, SYNC)) & np.isin(waits.source_node, view.event_nodes[events])
+    rows = np.flatnonzero(awaited)
     return device.found("exposed-pipeline", events, start, end, partial(without, rows=rows), cost_us=exposed)
 
 
@@ -170,30 +182,37 @@ def _copies(device: Device) -> list[FoundCause]:
     return found
 
 
-def find_nothing_else(device: Device, repaired: NodeTimes, least_us: float) -> list[FoundCause]:
+def find_nothing_else(
+    device: Device, repaired: NodeTimes, explained: Intervals, least_us: float
+) -> list[FoundCause]:  # fmt: skip
     """Transfers for which the next computation waits while nothing else is queued.
 
-    repaired: the times without all other causes. Transfers that are hidden then are not counted. least_us: the smallest
-    cost.
+    repaired: the times without all other causes. explained: what these causes explain. Transfers that are hidden then,
+    or whose waits are explained, are not counted. least_us: the smallest cost; purposes that cost less are counted
+    together.
     """
     view, gaps = device.view, _gaps_until_transfers(device)
     inside = length_before(gaps)
     transfers = device.is_comm & ~device.is_point_to_point & (inside(view.end) > inside(view.start))
     kinds = np.array([kind_of_collective(event) for event in view.events])
+    labeled = np.array([label.startswith(SUM_GRADIENTS) for label in view.labels], bool)
+    sums = device.is_comm & labeled if labeled.any() else kinds == "all_reduce"
     by_key: dict[str, list[int]] = defaultdict(list)
     for event in np.flatnonzero(transfers).tolist():
         by_key[_purpose(device, event, str(kinds[event]))].append(event)
-    found = list[FoundCause]()
-    for key, chosen in by_key.items():
-        events = np.array(chosen)
+    found, small = list[FoundCause](), by_key.pop(OTHERWISE, [])
+    for key, chosen in (*by_key.items(), (OTHERWISE, small)):
+        events = np.sort(np.array(chosen, np.int64))
         start, end = view.start[events], view.end[events]
         waited = intersection(union(np.stack([start, end], axis=1)), gaps)
         cost, inside = union_length(waited), length_before(waited)
-        if min(cost, _still_exposed(device, events, repaired)) < least_us:
+        still_exposed = min(cost, _still_exposed(device, events, repaired))
+        if max(still_exposed, union_length(difference(waited, explained))) < least_us:
+            small += chosen
             continue
         costs = inside(end) - inside(start)
         worst = int(events[np.argmax(costs)])
-        if key == "sum-at-end" and cost < _BUCKETS * view.duration[kinds == "all_reduce"].sum():
+        if key == "sum-at-end" and cost < _BUCKETS * view.duration[sums].sum():
             key = "sum-at-end/last bucket"
         independent = key in ("sum-at-end", "exposed-weights")  # of the computation before or after them
         change = partial(shorter, nodes=view.event_nodes[events], us=costs) if independent else None
@@ -215,28 +234,34 @@ def _gaps_until_transfers(device: Device) -> Intervals:
     ended = np.append(ends, -np.inf)[np.searchsorted(ends, end + CLOCK, side="right") - 1]
     computing = np.flatnonzero(view.kind != COMM)
     launched = np.append(view.launched[computing], -np.inf)[np.searchsorted(view.start[computing], end)]
-    waits = [(call.start, call.end) for call in view.calls if call.sync and view.is_cpu]
-    waited = length_before(union(as_intervals(waits)))
+    waited = length_before(device.waits if view.is_cpu else EMPTY)
     soon = np.where(waited(end) - waited(start) > 0.5 * (end - start), end - start, SOON)
     return device.gaps[(np.maximum(start, end - soon) <= ended) & (launched < ended)]
 
 
 def _purpose(device: Device, event: int, kind: str) -> str:
-    """The cause of an exposed transfer, which depends on what it is for."""
+    """The cause of an exposed transfer, which depends on what it is for. Labels tell; in a run without labels, the kind
+    of the collective."""
+    view, label = device.view, device.view.labels[event]
+    if label.startswith(SUM_GRADIENTS):
+        return "sum-at-end"
+    if label.startswith(GATHER_WEIGHTS) or (not view.has_labels and kind in ("all_gather", "reduce_scatter")):
+        return "exposed-weights"
+    if not view.has_labels and kind == "all_reduce" and _before_update(device, event):
+        return "sum-at-end"
+    if view.chunks[event] is None and (view.has_labels or kind != "all_to_all"):
+        return OTHERWISE
+    hidden = union_length(intersection(device.spans(COMM), device.spans(COMPUTE, COPY)))
+    interleaved = {"F", "B"} <= {*view.chunks} and hidden > _INTERLEAVED * union_length(device.spans(COMM))
+    return f"nothing-to-overlap/{'interleaved' if interleaved else 'one chunk'}"
+
+
+def _before_update(device: Device, event: int) -> bool:
+    """Whether nothing but the optimizer computes after a transfer."""
     view = device.view
     computing = np.flatnonzero(view.kind == COMPUTE)
     after = int(np.searchsorted(view.start[computing], view.end[event] - CLOCK))
-    if kind == "all_reduce" and (
-        after == len(computing) or category_of_kernel(view.events[computing[after]].name) == "optimizer"
-    ):
-        return "sum-at-end"
-    if kind in ("all_gather", "reduce_scatter"):
-        return "exposed-weights"
-    if kind != "all_to_all" and view.chunks[event] is None:
-        return "nothing-to-overlap"
-    hidden = union_length(intersection(device.spans(COMM), device.spans(COMPUTE, COPY)))
-    interleaved = {"F", "B"} <= {*view.chunks} and hidden > _INTERLEAVED * union_length(device.spans(COMM))
-    return f"nothing-to-overlap/{'interleaved' if interleaved else 'experts'}"
+    return after == len(computing) or category_of_kernel(view.events[computing[after]].name) == "optimizer"
 
 
 def _still_exposed(device: Device, transfers: Ints, repaired: NodeTimes) -> float:
