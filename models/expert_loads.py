@@ -5,7 +5,13 @@ MaxVio (arXiv 2408.15664) is the largest load of an expert of a layer over the m
 L layers with experts, E experts.
 """
 
-from torch import Tensor
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from .moe import MoE
 
 STARVED = 0.01
 """An expert with less than this share of the mean load is starved."""
@@ -44,3 +50,27 @@ def describe_loads(layers: list[int], load_LE: Tensor) -> str:
     worst, few = int(vio_L.argmax()), starved(load_LE)
     line = f"expert loads: MaxVio {vio_L.mean().item():.2f}, {vio_L[worst].item():.2f} in layer {layers[worst]}"
     return f"{line}; {few} of {load_LE.numel()} experts got less than {STARVED:.0%} of the mean"
+
+
+@contextmanager
+def counted_loads(model: nn.Module) -> Iterator[dict[int, Tensor]]:
+    """In this context, passes without gradients count, too. At its end, the result has the loads [E] by layer."""
+    layers = {layer.layer: layer for layer in model.modules() if isinstance(layer, MoE)}
+    loads: dict[int, Tensor] = {}
+    before = {number: layer.take_load() for number, layer in layers.items()}
+    for layer in layers.values():
+        layer.counts_all = True
+    try:
+        yield loads
+    finally:
+        for number, layer in layers.items():
+            loads[number] = layer.take_load().cpu()
+            layer.load_E += before[number]
+            layer.counts_all = False
+
+
+def sum_of_ranks(loads: list[dict[int, Tensor]]) -> tuple[list[int], Tensor]:
+    """The layers, and their loads [L, E], from those of each rank."""
+    layers = sorted(loads[0])
+    rows = [torch.stack([of_rank[layer] for of_rank in loads]).sum(0) for layer in layers]
+    return layers, torch.stack(rows) if rows else torch.zeros(0, 1)

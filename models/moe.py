@@ -32,8 +32,8 @@ class MoE(Segmented):
     """Routed experts of block `layer`, spread over ranks by `expert_parallel`, plus shared experts on every rank.
 
     The initial weights of an expert depend only on `layer`, its id and the seed, not on its rank.
-    `load_E` counts the tokens of each expert in training since the last `take_load`. `slots` has the ids by which
-    `expert_parallel` knows the experts; None: their own ids.
+    `load_E` counts the tokens of each expert since the last `take_load`: in training, or if `counts_all`, also without
+    gradients. `slots` has the ids by which `expert_parallel` knows the experts; None: their own ids.
 
     For the R sequences of a step, with S positions: training writes the routes `recorded_RSK`, and takes those of
     `replayed_RSK` that are not -1. `weights_RS`, `documents_RS`: see `RouterLayer`. Tokens with weight 0 go to no
@@ -41,6 +41,7 @@ class MoE(Segmented):
     """
 
     compiled: bool = False
+    counts_all: bool = False
     load_E: Tensor
     slots: Slots | None = None
     recorded_RSK: Tensor | None = None
@@ -118,7 +119,7 @@ class MoE(Segmented):
         losses_L: the router's losses, to record. recompute_x: computes `x_TD` in backward, instead of saving it.
         """
         ep = self.expert_parallel
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self.counts_all:
             self.count(ids_TK, losses_L)
         route = yield PrepareComm(DISPATCH, self.prepare, ids_TK)
         dispatch = dispatch_on(ep, route)

@@ -24,6 +24,7 @@ from ..data import Tokenizer, UnknownTokenizer, num_bytes
 from ..expert_parallel.gather import first_fault
 from ..messages import check_range
 from ..models import TransformerStage
+from ..models.expert_loads import counted_loads, describe_loads, sum_of_ranks
 from .eval_mode import eval_mode
 from .expert_ranks import ALONE, ExpertRanks
 from .generation import in_halves
@@ -126,6 +127,8 @@ class Perplexity:
     seq_len: int
     stride: int
     tokens_per_second: float
+    expert_loads: str = ""
+    """How evenly the experts were used, in one line."""
 
     def __str__(self) -> str:
         lines = [f"loss {self.loss:.4f} nats per token", f"perplexity {self.perplexity:,.3f}"]
@@ -134,6 +137,7 @@ class Perplexity:
         window = f"{self.tokens:,} tokens in windows of {self.seq_len}"
         if self.stride < self.seq_len:
             window += f", every {self.stride}"
+        lines += [self.expert_loads] * bool(self.expert_loads)
         return "\n".join([*lines, f"{window}; {self.tokens_per_second:,.0f} tokens/s"])
 
 
@@ -143,7 +147,8 @@ def perplexity(
 ) -> Perplexity:  # fmt: skip
     """The perplexity of a model on a text of token ids. All tokens but the first are scored. See `stream_losses`."""
     total, scored, started = 0.0, 0, time.perf_counter()
-    with tqdm(total=len(tokens) - 1, unit=" tokens", leave=False, disable=ranks.rank > 0 or None) as bar:
+    progress = tqdm(total=len(tokens) - 1, unit=" tokens", leave=False, disable=ranks.rank > 0 or None)
+    with counted_loads(model) as loads, progress as bar:
         for losses_N in stream_losses(model, tokens, seq_len, stride, batch_size, ranks):
             total += losses_N.double().sum().item()
             scored += len(losses_N)
@@ -156,5 +161,5 @@ def perplexity(
     size = None if isinstance(tokenizer, UnknownTokenizer) else num_bytes(tokenizer, tokens[1:])
     return Perplexity(
         loss, math.exp(loss) if loss < 700 else math.inf, total / math.log(2) / size if size else None, scored, size,
-        seq_len, stride, round(scored / seconds, 1),
+        seq_len, stride, round(scored / seconds, 1), describe_loads(*sum_of_ranks(ranks.gather(loads))),
     )  # fmt: skip

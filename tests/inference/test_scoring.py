@@ -65,3 +65,19 @@ def test_weights_that_are_not_finite_are_named():
         model.get_parameter(name)[0, 0] = torch.nan
     with pytest.raises(ValueError, match=f"^the loss is nan: {name} is not finite$"):
         perplexity(model, BYTES, text(20), 16, 16, 2)
+
+
+def test_a_score_says_how_evenly_the_experts_were_used():
+    model = build_model(MODEL)
+    with torch.no_grad():
+        for block in model.layers.values():
+            if hasattr(block.mlp, "router"):
+                block.mlp.router.logits.weight.zero_()  # all scores are equal: each token takes the first two experts
+    found = perplexity(model, BYTES, text(50), 16, 16, 2)
+    routed = MODEL.routed_blocks()
+    last = (
+        f"expert loads: MaxVio 1.00, 1.00 in layer {routed[0]}; {2 * len(routed)} of {4 * len(routed)} experts got less"
+    )
+    assert found.expert_loads == f"{last} than 1% of the mean"
+    assert found.expert_loads in str(found)
+    assert not any(layer.load_E.any() for layer in model.modules() if hasattr(layer, "load_E"))

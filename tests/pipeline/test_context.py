@@ -10,7 +10,7 @@ from moe_dualpipe.pipeline.settings import Parallel
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.schedule import build
 from tests.pipeline.test_padding import COUNT, MODEL, PLAIN, assert_equal, padded, short_batch, update
-from tests.support.ranks import run_ranks
+from tests.support.ranks import cosine_distance, run_ranks
 
 MLA = {"attention": "mla", "kv_rank": 16, "q_rank": 12, "rope_dim": 4, "value_dim": 12, "num_kv_heads": 2}
 YARN = {"rope_scaling": "yarn", "yarn_factor": 4.0, "rotary_fraction": 0.5}
@@ -61,3 +61,19 @@ def test_an_update_equals_that_of_one_process(case):
         own = {key: value.chunk(ep)[place] if ".experts." in key else value for key, value in expected.items()}
         assert_equal({key: torch.from_numpy(value) for key, value in values.items()}, {key: own[key] for key in values})
     assert {key for values in found for key in values} == expected.keys()
+
+
+@pytest.mark.parametrize(("name", "pp", "ep"), [("1f1b", 1, 1), ("dualpipev", 2, 2), ("1f1b_overlap", 2, 1)])
+@pytest.mark.quick("1f1b-1-1")
+def test_in_fp32_it_is_as_near_as_with_expert_parallelism(name, pp, ep):
+    """The loss within 1e-6, and gradients within 1e-11 cosine distance."""
+    options = {"dtype": torch.float32}
+    expected = update(MODEL, PLAIN, batch(""), **options)
+    found = run_ranks(2 * pp, on_ranks, name, pp, 1, Parallel(ep, cp=2), MODEL, "", options)
+    for rank, values in enumerate(found):
+        place = Layout(pp, 1, ep, rank, cp=2).replica % ep
+        assert values["loss"] == pytest.approx(expected["loss"].item(), rel=1e-6)
+        for key, value in values.items():
+            whole = expected[key].chunk(ep)[place] if ".experts." in key else expected[key]
+            if key not in ("loss", "loads") and whole.ndim > 1:
+                assert cosine_distance(torch.from_numpy(value), whole) < 1e-11, key

@@ -54,9 +54,9 @@ def padded(inputs, labels, pads_with):
     return widen(inputs, pads_with), widen(labels, -100)
 
 
-def update(model, schedule, batch, parallel=Parallel(), size=2, prepare=None, **options):  # noqa: B008 - a frozen value
+def update(model, schedule, batch, parallel=Parallel(), size=2, prepare=None, dtype=torch.float64, **options):  # noqa: B008
     """The loss, gradients, loads, router losses and biases of an update, by name. prepare: changes the parameters."""
-    numerics = Numerics(dtype=torch.float64, options=StageOptions(seed=1, **options))
+    numerics = Numerics(dtype=dtype, options=StageOptions(seed=1, **options))
     pipeline = Pipeline(model, schedule, (size, batch[0].shape[1]), parallel, numerics)
     pipeline.balance.rate = 0.01
     for stage in pipeline.stages.values():
