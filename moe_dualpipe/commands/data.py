@@ -4,7 +4,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from ..command_line import Mark, Positional
 from ..data import HELD_OUT_FILES, TOKENIZER_FILE, TRAIN_FILE, Sidecar, TokenFile, prepare_data
@@ -34,6 +34,10 @@ class PrepareData:
     """Field of each row that has the text."""
     special_tokens: bool = False
     """Encode special tokens in the text, such as <|im_start|> in a chat, as one id. Otherwise, as characters."""
+    chat_template: Path | None = None
+    """File with the chat template for rows with chats. None: that beside the tokenizer."""
+    train_on: Literal["assistant", "all"] = "assistant"
+    """Tokens of chats to train on: those that the assistant wrote, or all."""
     workers: int | None = None
     """Processes that encode, each one file of rows or many small files of text. Default: one for each CPU core. The
     result is the same."""
@@ -45,7 +49,7 @@ class PrepareData:
             list(self.sources), self.out, self.tokenizer, self.vocab_size, self.field,
             special_tokens=self.special_tokens,
             workers=os.cpu_count() or 1 if self.workers is None else self.workers,
-            show=True,
+            show=True, chat_template=self.chat_template, train_on=self.train_on,
         )  # fmt: skip
         if done.finished_before:
             print(f"{done.finished_before:,} of {plural(done.shards, 'shard')} were finished before")

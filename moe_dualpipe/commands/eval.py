@@ -73,7 +73,7 @@ class Eval(SpreadOptions, JsonOption):
                 self.model, self.own_layers(), world, *sizes, ep_backend=self.ep_backend
             )
             options = self.data_field, self.data_dtype, self.special_tokens
-            tokens: Any = read_stream(self.data, tokenizer, *options)
+            tokens: Any = read_stream(self.data, tokenizer, *options)[0]
             if self.max_tokens and len(tokens) > self.max_tokens + 1:
                 tokens = tokens[: self.max_tokens + 1]
             found = perplexity(model, tokenizer, tokens, self.seq_len, stride, self.batch_size, ranks)

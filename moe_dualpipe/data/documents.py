@@ -22,6 +22,7 @@ from importlib import import_module
 from pathlib import Path
 
 from ..messages import printable, quoted
+from .chats import Chat
 from .files import DataFile, FileStatus
 from .rows import KINDS, PLAIN, read_rows, row_format
 from .strict_json import NOT_UTF8
@@ -71,7 +72,7 @@ class Documents:
         reasons = sorted((skipped | problems).items())
         return cls(name, kept, field, tuple(f"{printable(path)} ({reason})" for path, reason in reasons))
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[str | Chat]:
         """Raises ValueError, with file and row, for an invalid row, and if a file is damaged or has changed."""
         for path, status in self.files.items():
             yield from read_document(path, status, self.field)
@@ -88,7 +89,7 @@ class Documents:
         return f"; {len(self.skipped)} skipped as not text: {', '.join(self.skipped[:3])}{more}"
 
 
-def read_document(path: Path, status: FileStatus, field: str) -> Iterator[str]:
+def read_document(path: Path, status: FileStatus, field: str) -> Iterator[str | Chat]:
     """Read the documents of a file. Raises ValueError, with file and row, as `read_rows` and `DataFile`."""
     with DataFile(path, status) as file:
         yield from filter(None, read_rows(file, field) if row_format(path) else [_read_text(file)])

@@ -50,6 +50,8 @@ class Split:
     def divide(self, document: EncodedDocument) -> tuple[np.ndarray, np.ndarray]:
         """The token ids of a document that are trained on, and those that are held out."""
         cut = len(document.tokens_N) - self.tail(document.hash, len(document.tokens_N))
+        if document.flags_N is not None and cut < len(document.tokens_N):  # a chat is not divided
+            cut = 0
         return document.tokens_N[:cut], document.tokens_N[cut:]
 
 

@@ -10,7 +10,8 @@ seal is a checksum of its name and its contents. It is written under another nam
 shard is finished if its seal fits, and if the files still have the documents of its table. Any number of processes on
 any machines may write shards into the same folder: each skips those that are finished.
 
-A table has a row for each document: its hash, tokens and bytes. So which documents are held out is decided when shards
+A table has a row for each document: its hash, tokens and bytes. Chats also have the flags of their tokens (samples.py),
+which become a file beside the token ids. So which documents are held out is decided when shards
 are joined.
 """
 
@@ -23,25 +24,28 @@ import shutil
 import uuid
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from pathlib import Path
+from typing import BinaryIO, Literal
 
 import numpy as np
 from tqdm import tqdm
 
 from ..messages import check_range, printable
+from .chats import NO_TEMPLATE, Chat, ChatOptions, ChatTemplate, read_template
 from .documents import Documents, read_document
-from .encode import EncodedDocument, encode_documents, hash_text, split_lines
+from .encode import EncodedDocument, encode_documents, hash_text, split_lines, text_of
 from .files import FileStatus, divide
 from .held_out import Split
 from .one_writer import LOCK_FILE, only_writer
 from .pool import run_in_processes
 from .rows import row_format
 from .synced_files import sync, write_synced
-from .token_files import CHUNK, HELD_OUT_FILES, TRAIN_FILE, Sidecar
+from .token_files import CHUNK, HELD_OUT_FILES, TRAIN_FILE, Sidecar, flags_file
 from .tokenizer import (
     BYTES,
     TOKENIZER_FILE,
@@ -58,7 +62,7 @@ SHARDS = "shards"
 FILES = (TRAIN_FILE, HELD_OUT_FILES[0])
 SHARD_BYTES = 1 << 22
 """Text files are put together up to this size."""
-_TOKENS, _TABLE = "tokens", "documents"
+_TOKENS, _FLAGS, _TABLE = "tokens", "flags", "documents"
 
 
 # ---- Shards ----
@@ -80,8 +84,8 @@ class Shard:
         files = [(str(path), status.size, status.modified) for path, status in self.files]
         return hashlib.blake2b(repr((files, options)).encode(), digest_size=16).hexdigest()
 
-    def documents(self, field: str) -> Iterator[str]:
-        """The texts of the documents."""
+    def documents(self, field: str) -> Iterator[str | Chat]:
+        """The texts or chats."""
         return (text for path, status in self.files for text in read_document(path, status, field))
 
 
@@ -100,16 +104,18 @@ class ShardWriter:
     tokenizer: Tokenizer
     field: str
     special_tokens: bool = False
+    chats: ChatOptions = NO_TEMPLATE
 
     def path(self, shard: Shard) -> Path:
         """The file of a shard."""
-        return self.folder / f"{shard.key(digest(self.tokenizer), self.field, str(self.special_tokens))}.zip"
+        options = (str(self.special_tokens), *([] if self.chats.template is None else [repr(self.chats)]))
+        return self.folder / f"{shard.key(digest(self.tokenizer), self.field, *options)}.zip"
 
     def is_finished(self, shard: Shard) -> bool:
         """Whether the file of a shard is whole, and has the documents that its files have now, which are read."""
         with suppress(ValueError):  # missing or damaged
             hashes = [content_hash for content_hash, *_ in _read_table(self.path(shard))]
-            return hashes == [hash_text(text) for text in shard.documents(self.field)]
+            return hashes == [hash_text(text_of(document)) for document in shard.documents(self.field)]
         return False
 
     def write(self, shard: Shard) -> None:
@@ -117,14 +123,17 @@ class ShardWriter:
         if self.is_finished(shard):
             return
         path, unfinished = self.path(shard), self.folder / f"unfinished-{uuid.uuid4().hex}"
-        table = list[tuple[int, int, int]]()
+        table, flags = list[tuple[int, int, int]](), bytearray()
         try:
             with zipfile.ZipFile(unfinished, "w") as file:
                 with file.open(_TOKENS, "w", force_zip64=True) as tokens:
                     texts = shard.documents(self.field)
-                    for document in encode_documents(texts, self.tokenizer, self.special_tokens):
+                    for document in encode_documents(texts, self.tokenizer, self.special_tokens, self.chats):
                         tokens.write(document.tokens_N.data)
+                        flags += b"" if document.flags_N is None else document.flags_N.tobytes()
                         table.append((document.hash, len(document.tokens_N), document.text_bytes))
+                if flags:
+                    file.writestr(_FLAGS, bytes(flags))
                 file.writestr(_TABLE, np.array(table, np.uint64).tobytes())
                 file.comment = _seal(path, file)
             sync(unfinished)
@@ -141,16 +150,22 @@ def join(paths: list[Path], folder: Path, tokenizer: Tokenizer) -> tuple[Sidecar
     dtype = dtype_for(tokenizer.vocab_size)
     sizes = ((content_hash, tokens) for path in paths for content_hash, tokens, _ in _read_table(path))
     split = Split.of([sizes], shortest=1)
-    documents, text_bytes = [0, 0], [0, 0]
-    with (folder / FILES[0]).open("wb") as train, (folder / FILES[1]).open("wb") as held_out:
+    documents, text_bytes, kinds = [0, 0], [0, 0], set[bool]()
+    with ExitStack() as stack:
+        sides = [[stack.enter_context(open_(folder / name, "wb")) for open_ in (open, _open_flags)] for name in FILES]
         for document in (document for path in paths for document in read_shard(path, dtype)):
             head_N, tail_N = split.divide(document)
-            train.write(head_N.data)
-            held_out.write(tail_N.data)
+            kinds.add(document.flags_N is not None)
+            for part_N, (tokens, flags) in zip((head_N, tail_N), sides, strict=True):
+                tokens.write(part_N.data)
+                if document.flags_N is not None:  # a chat is not divided
+                    flags.write(document.flags_N[: len(part_N)].data)
             documents[len(tail_N) > 0] += 1
             tail_bytes = num_bytes(tokenizer, tail_N) if len(head_N) else document.text_bytes
             text_bytes[0] += document.text_bytes - tail_bytes
             text_bytes[1] += tail_bytes
+    if len(kinds) > 1:
+        raise ValueError("the sources have rows with chats and rows with text: prepare them in two folders")
     train, held_out = (
         _describe(folder / name, count, size, tokenizer)
         for name, count, size in zip(FILES, documents, text_bytes, strict=True)
@@ -161,9 +176,14 @@ def join(paths: list[Path], folder: Path, tokenizer: Tokenizer) -> tuple[Sidecar
 def read_shard(path: Path, dtype: np.dtype) -> Iterator[EncodedDocument]:
     """The documents of a shard, in order. Raises ValueError if it is damaged."""
     table = _read_table(path)
-    contents = _read(path, _TOKENS, [tokens * dtype.itemsize for _, tokens, _ in table])
-    for content, (content_hash, _, text_bytes) in zip(contents, table, strict=True):
-        yield EncodedDocument(content_hash, np.frombuffer(content, dtype), text_bytes)
+    sizes = [tokens for _, tokens, _ in table]
+    contents = _read(path, _TOKENS, [size * dtype.itemsize for size in sizes])
+    with zipfile.ZipFile(path) as shard:
+        has_flags = _FLAGS in shard.namelist()
+    flags = _read(path, _FLAGS, sizes) if has_flags else repeat(None, len(sizes))
+    for content, flags_N, (content_hash, _, text_bytes) in zip(contents, flags, table, strict=True):
+        found = None if flags_N is None else np.frombuffer(flags_N, np.uint8)
+        yield EncodedDocument(content_hash, np.frombuffer(content, dtype), text_bytes, found)
 
 
 def _read_table(path: Path) -> list[list[int]]:
@@ -194,15 +214,29 @@ def _describe(path: Path, documents: int, text_bytes: int, tokenizer: Tokenizer)
     dtype = dtype_for(tokenizer.vocab_size)
     if not (size := path.stat().st_size):
         raise ValueError("too little text to hold out some for validation: add more")
-    with path.open("rb") as file:
-        sums = [zlib.crc32(chunk) for chunk in iter(partial(file.read, CHUNK * dtype.itemsize), b"")]
+    flags, flag_sums = flags_file(path), None
+    if flags.stat().st_size:
+        flag_sums = _checksums(flags, CHUNK)
+        sync(flags)
+    else:
+        flags.unlink()
     sidecar = Sidecar(
         dtype.name, tokenizer.vocab_size, tokenizer.end_id, size // dtype.itemsize, documents, text_bytes,
-        digest(tokenizer), sums,
+        digest(tokenizer), _checksums(path, CHUNK * dtype.itemsize), flag_sums,
     )  # fmt: skip
     write_synced(path.with_name(f"{path.name}.json"), json.dumps(dataclasses.asdict(sidecar)).encode() + b"\n")
     sync(path)
     return sidecar
+
+
+def _checksums(path: Path, size: int) -> list[int]:
+    """Of each `size` bytes."""
+    with path.open("rb") as file:
+        return [zlib.crc32(chunk) for chunk in iter(partial(file.read, size), b"")]
+
+
+def _open_flags(path: Path, mode: str) -> BinaryIO:
+    return flags_file(path).open(mode)  # type: ignore[return-value]
 
 
 # ---- The result ----
@@ -223,7 +257,8 @@ class Prepared:
 
 def prepare_data(
     sources: list[str], out: Path, tokenizer: str, vocab_size: int, field: str, *,
-    special_tokens: bool = False, workers: int = 1, show: bool = False,
+    special_tokens: bool = False, workers: int = 1, show: bool = False, chat_template: Path | None = None,
+    train_on: Literal["assistant", "all"] = "assistant",
 ) -> Prepared:  # fmt: skip
     """Encode the documents of `sources` into a new folder `out`, which appears only when it is complete.
 
@@ -234,7 +269,8 @@ def prepare_data(
     special_tokens: whether special tokens in a text are one id each, as in chats; otherwise, they are characters.
     workers: processes that encode, with one thread each. One file of rows is encoded by one process, and by more
     threads if there are fewer files than workers.
-    show: a bar on standard error if that is a terminal.
+    show: a bar on standard error if that is a terminal. chat_template: a file, for rows with chats; None: that beside
+    `tokenizer`. train_on: which tokens of chats are labels.
 
     Raises ValueError if a source is not text or `out` is not a new folder, and ChildProcessError if a worker is killed.
     """
@@ -246,7 +282,10 @@ def prepare_data(
         try:
             if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
                 raise ValueError(f"--out {printable(out)} already exists and is not empty: choose another folder")
-            return _prepare(sources, folder, tokenizer, vocab_size, field, special_tokens, workers, show)
+            files = read_template(tokenizer, chat_template)
+            return _prepare(
+                sources, folder, tokenizer, vocab_size, field, special_tokens, workers, show, files, train_on
+            )  # fmt: skip
         except BaseException:
             if not any(unfinished.rglob("*.zip")):
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -267,17 +306,20 @@ def open_shards(
 
 def _prepare(
     sources: list[str], out: Path, tokenizer: str, vocab_size: int, field: str, special_tokens: bool, workers: int,
-    show: bool,
+    show: bool, files: Mapping[str, str], train_on: Literal["assistant", "all"],
 ) -> Prepared:  # fmt: skip
     found, unfinished = [Documents.find(source, field, option="") for source in sources], _unfinished(out)
     given = None if tokenizer == "bpe" else BYTES if tokenizer == "bytes" else read_tokenizer(Path(tokenizer))
     for documents in found:
-        if next(iter(documents), None) is None:
+        if (first := next(iter(documents), None)) is None:
             raise documents.empty_error()
+        if isinstance(first, Chat) and given is None:
+            raise ValueError(f"{first.place}: chats need the tokenizer of their model: use --tokenizer tokenizer.json")
     shards = shards_of(found)
-    pieces = (piece for shard in shards for text in shard.documents(field) for piece, _ in split_lines(text))
-    chosen = given or BPETokenizer.train(pieces, vocab_size)
-    writer = ShardWriter(unfinished / SHARDS, chosen, field, special_tokens)
+    texts = (text_of(document) for shard in shards for document in shard.documents(field))
+    chosen = given or BPETokenizer.train((piece for text in texts for piece, _ in split_lines(text)), vocab_size)
+    chats = ChatOptions(ChatTemplate.find(files, chosen), train_on)
+    writer = ShardWriter(unfinished / SHARDS, chosen, field, special_tokens, chats)
     paths = [writer.path(shard) for shard in shards]
     found = [shard for shard, path in zip(shards, paths, strict=True) if path.exists()]
     finished = dict(zip(found, run_in_processes(writer.is_finished, found, workers), strict=True))

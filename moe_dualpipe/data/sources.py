@@ -17,9 +17,11 @@ import numpy as np
 from ..messages import check_range, plural, printable
 from . import stores
 from .batches import Source, TextData
+from .chats import NO_TEMPLATE, ChatOptions
 from .documents import Documents, list_files
 from .encode import EncodedDocument, encode_documents
 from .held_out import Split, held_out_size
+from .samples import Samples
 from .token_files import HELD_OUT_FILES, TRAIN_FILE, TokenFile, TokensOnDisk, TokenStream
 from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, num_bytes
 
@@ -33,13 +35,15 @@ T = TypeVar("T")
 def load_data(
     sources: str | Sequence[str], seq_len: int, vocab_size: int | None = None,
     field: str = "text", dtype: str = "uint16", tokenizer: Tokenizer = BYTES, special_tokens: bool = False,
+    chats: ChatOptions = NO_TEMPLATE,
 ) -> TextData:  # fmt: skip
     """Open `sources`, each "SOURCE" or "SOURCE=WEIGHT".
 
     A source is text (a file, a folder, a glob, or "stdlib"), a folder that `prepare_data` wrote, or a .bin file.
     field: the key of the text in .jsonl lines. dtype: of .bin files without a sidecar. vocab_size: of the model; None
     accepts every tokenizer. tokenizer: of text, if no source has token ids. special_tokens:
-    whether special tokens in a text are one id each; otherwise, they are characters.
+    whether special tokens in a text are one id each; otherwise, they are characters. chats: the template of rows with
+    chats, and how they become sequences.
 
     Raises ValueError if a source is empty, broken or shorter than one sequence of `seq_len`, if the sources have
     different tokenizers, or if `vocab_size` is too small.
@@ -50,28 +54,41 @@ def load_data(
     tokenizer = _common_tokenizer(opened, vocab_size or np.iinfo(dtype).max + 1, tokenizer)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ValueError(f"--data ({tokenizer}) needs model.vocab_size {tokenizer.vocab_size}: got {vocab_size}")
-    options = field, tokenizer, special_tokens
+    options = field, tokenizer, special_tokens, chats
     texts = {name: _read_text(places[name], *options) for name, files in opened.items() if not files}
-    split = Split.of((((d.hash, len(d.tokens_N)) for d in text) for _, text in texts.values()), seq_len + 1)
+    splits = {
+        are_chats: Split.of(
+            (((d.hash, len(d.tokens_N)) for d in text) for _, text in texts.values() if _are_chats(text) == are_chats),
+            shortest,
+        )
+        for are_chats, shortest in ((False, seq_len + 1), (True, 1))
+    }  # fmt: skip
     loaded = []
     for name, weight in entries:
         if opened[name]:
-            train, held_out = _streams(opened[name], tokenizer, seq_len)
-            source = Source(name, weight, train, held_out, "", _bytes_per_token(held_out, tokenizer, opened[name][-1]))
+            train, held_out = _streams(opened[name], tokenizer, seq_len, chats)
+            size = None if isinstance(held_out, Samples) else _bytes_per_token(held_out, tokenizer, opened[name][-1])
+            what = f"; {train.description}" if isinstance(train, Samples) else ""
+            source = Source(name, weight, train, held_out, what, size)
         else:
             documents, text = texts[name]
-            train, held_out = map(np.concatenate, zip(*map(split.divide, text), strict=True))
-            what = f"; {plural(len(text), 'document')}{documents.describe_skipped()}"
-            source = Source(name, weight, train, held_out, what, _bytes_per_token(held_out, tokenizer))
+            if _are_chats(text):
+                train, held_out = _samples(text, splits[True], seq_len, chats)
+                size, what = None, f"; {train.description}"
+            else:
+                train, held_out = map(np.concatenate, zip(*map(splits[False].divide, text), strict=True))
+                size, what = _bytes_per_token(held_out, tokenizer), f"; {plural(len(text), 'document')}"
+            source = Source(name, weight, train, held_out, what + documents.describe_skipped(), size)
         _check_length(source, seq_len, "bytes" if tokenizer is BYTES else "tokens")
         loaded.append(source)
     return TextData(tuple(loaded), tokenizer)
 
 
 def read_stream(
-    source: str, tokenizer: Tokenizer, field: str = "text", dtype: str = "uint16", special_tokens: bool = False
-) -> TokenStream:
-    """All token ids of one source in order, each document followed by the end token.
+    source: str, tokenizer: Tokenizer, field: str = "text", dtype: str = "uint16", special_tokens: bool = False,
+    chats: ChatOptions = NO_TEMPLATE,
+) -> tuple[TokenStream, TokenStream | None]:  # fmt: skip
+    """All token ids of one source in order, each text followed by the end token, and the flags of chats (samples.py).
 
     Text is encoded with `tokenizer`. A folder that `prepare_data` wrote gives its held-out tokens. Other arguments are
     those of `load_data`. Raises ValueError if the source is empty or broken, and for token ids of another tokenizer.
@@ -83,8 +100,10 @@ def read_stream(
         if digest(found) != digest(tokenizer):
             raise ValueError(f"{printable(file.path)} has the tokenizer {found}, but the model has {tokenizer}")
         file.scan_if_small(tokenizer.vocab_size)
-        return file.tokens_N
-    return np.concatenate([document.tokens_N for document in _read_text(source, field, tokenizer, special_tokens)[1]])
+        return file.tokens_N, file.flags_N
+    encoded = _read_text(source, field, tokenizer, special_tokens, chats)[1]
+    flags = [document.flags_N for document in encoded if document.flags_N is not None]
+    return np.concatenate([document.tokens_N for document in encoded]), np.concatenate(flags) if flags else None
 
 
 def split_weight(entry: str) -> tuple[str, float]:
@@ -162,13 +181,36 @@ def _open_token_files(name: str, dtype: str) -> list[TokenFile]:
 
 @_while_unchanged
 def _read_text(
-    name: str, field: str, tokenizer: Tokenizer, special_tokens: bool
+    name: str, field: str, tokenizer: Tokenizer, special_tokens: bool, chats: ChatOptions
 ) -> tuple[Documents, list[EncodedDocument]]:
     """The documents of a source of text. Raises ValueError if there are none."""
     documents = Documents.find(name, field)
-    if not (encoded := list(encode_documents(iter(documents), tokenizer, special_tokens))):
+    if not (encoded := list(encode_documents(iter(documents), tokenizer, special_tokens, chats))):
         raise documents.empty_error()
     return documents, encoded
+
+
+def _are_chats(encoded: list[EncodedDocument]) -> bool:
+    return encoded[0].flags_N is not None
+
+
+def _samples(
+    encoded: Sequence[EncodedDocument], split: Split, seq_len: int, options: ChatOptions
+) -> tuple[Samples, Samples]:
+    """The chats to train on, and those that are held out."""
+    held_out = [split.tail(document.hash, len(document.tokens_N)) > 0 for document in encoded]
+    sides = [[d for d, held in zip(encoded, held_out, strict=True) if held == side] for side in (False, True)]
+    if not all(sides):
+        raise ValueError(f"{encoded[0].place}: only one chat: use at least two, of which one is held out")
+    train, validation = (
+        Samples(
+            np.concatenate([d.tokens_N for d in side]),
+            np.concatenate([d.flags_N for d in side if d.flags_N is not None]), seq_len, options,
+            lambda number, side=side: side[number].place,
+        )
+        for side in sides
+    )  # fmt: skip
+    return train, validation
 
 
 def _is_described(path: Path) -> bool:
@@ -192,10 +234,21 @@ def _common_tokenizer(opened: dict[str, list[TokenFile]], vocab_size: int, of_te
     return chosen
 
 
-def _streams(files: list[TokenFile], tokenizer: Tokenizer, seq_len: int) -> tuple[TokenStream, TokenStream]:
+def _streams(
+    files: list[TokenFile], tokenizer: Tokenizer, seq_len: int, options: ChatOptions
+) -> tuple[TokenStream, TokenStream] | tuple[Samples, Samples]:
     """The training and held-out tokens of a source of token ids."""
     for file in files:
         file.scan_if_small(tokenizer.vocab_size)
+    if any(file.flags_N is not None for file in files):
+        train, held_out = (
+            Samples(
+                file.tokens_N, file.flags_N, seq_len, options,
+                lambda number, file=file: f"{printable(file.path)}: chat {number + 1}",
+            )
+            for file in (files[0], files[-1]) if file.flags_N is not None
+        )  # fmt: skip
+        return train, held_out
     if len(files) == 2:
         return files[0].tokens_N, files[1].tokens_N
     count, whole = len(files[0].tokens_N), (files[0].tokens_N.file, files[0].tokens_N.dtype)
@@ -211,6 +264,12 @@ def _bytes_per_token(held_out: TokenStream, tokenizer: Tokenizer, file: TokenFil
 
 
 def _check_length(source: Source, seq_len: int, unit: str) -> None:
+    if isinstance(source.train, Samples) and isinstance(source.held_out, Samples):
+        if not (source.train.sequences and source.held_out.sequences):
+            raise ValueError(
+                f"--data {printable(source.name)}: all chats on one side are too long: use a larger --seq-len"
+            )
+        return
     train, held_out = len(source.train), len(source.held_out)
     if min(train, held_out) < seq_len + 1:
         raise ValueError(

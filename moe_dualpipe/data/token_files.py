@@ -37,6 +37,7 @@ class Sidecar:
     """The contents of `name.bin.json`, which describes `name.bin`.
 
     bytes: of the text, counting each end of a document as one. tokenizer: its `digest`. crc32: one per CHUNK tokens.
+    flags_crc32: the same for `name.bin.flags`, which has a byte for each token of chats (samples.py); None: not chats.
     """
 
     dtype: Annotated[str, msgspec.Meta(pattern="^uint(8|16|32)$")]
@@ -47,6 +48,7 @@ class Sidecar:
     bytes: Annotated[int, _COUNT]
     tokenizer: str
     crc32: list[int]
+    flags_crc32: list[int] | None = None
 
 
 class TokensOnDisk:
@@ -76,13 +78,15 @@ TokenStream = np.ndarray | TokensOnDisk
 class TokenFile:
     """An open file of token ids, and its sidecar if it has one.
 
-    ends_D: by document, the number of ids up to its end, from the index of Megatron-LM; empty without one.
+    ends_D: by document, the number of ids up to its end, from the index of Megatron-LM; empty without one. flags_N: of
+    the tokens of chats.
     """
 
     path: Path
     tokens_N: TokensOnDisk
     sidecar: Sidecar | None
     ends_D: np.ndarray
+    flags_N: TokensOnDisk | None = None
 
     @classmethod
     def open(cls, path: Path, dtype: str) -> "TokenFile":
@@ -105,7 +109,13 @@ class TokenFile:
             raise ValueError(
                 f"{name} has {count} {kind.name} token ids, but {printable(described.name)} says {expected}"
             )
-        return cls(path, TokensOnDisk(file, kind, 0, count), sidecar, ends_D)
+        flags_N = None
+        if sidecar and sidecar.flags_crc32 is not None:
+            flags = DataFile(flags_file(path))
+            if flags.size != count:
+                raise ValueError(f"{printable(flags.path)} has {flags.size} bytes for {count} tokens: prepare it again")
+            flags_N = TokensOnDisk(flags, np.dtype(np.uint8), 0, count)
+        return cls(path, TokensOnDisk(file, kind, 0, count), sidecar, ends_D, flags_N)
 
     def tokenizer(self, vocab_size: int) -> Tokenizer:
         """Read the tokenizer.json in the same folder. Raises ValueError if it differs from the one in the sidecar.
@@ -141,17 +151,26 @@ class TokenFile:
 
     def scan(self, vocab_size: int) -> None:
         """Check the whole file. Raises ValueError, with the position, for a wrong checksum or an id >= `vocab_size`."""
-        sums, name = self.sidecar.crc32 if self.sidecar else None, printable(self.path)
-        if sums is not None and len(sums) != -(-len(self.tokens_N) // CHUNK):
-            raise ValueError(f"{name}.json has {len(sums)} checksums for {len(self.tokens_N)} tokens")
-        for first in range(0, len(self.tokens_N), CHUNK):
-            chunk = self.tokens_N[first : first + CHUNK]
-            if sums is not None and zlib.crc32(chunk.data) != sums[first // CHUNK]:
-                last = first + len(chunk) - 1
-                raise ValueError(f"{name} has changed in tokens {first} to {last}: prepare it again")
-            if chunk.max() >= vocab_size:
-                raise vocabulary_error(self.path, first, chunk, vocab_size)
-        self.tokens_N.file.check_unchanged()
+        sums, flag_sums = (self.sidecar.crc32, self.sidecar.flags_crc32) if self.sidecar else (None, None)
+        for stream, expected in ((self.tokens_N, sums), (self.flags_N, flag_sums)):
+            if stream is None:
+                continue
+            name = printable(stream.file.path)
+            if expected is not None and len(expected) != -(-len(stream) // CHUNK):
+                raise ValueError(f"{printable(self.path)}.json has {len(expected)} checksums for {len(stream)} tokens")
+            for first in range(0, len(stream), CHUNK):
+                chunk = stream[first : first + CHUNK]
+                if expected is not None and zlib.crc32(chunk.data) != expected[first // CHUNK]:
+                    last = first + len(chunk) - 1
+                    raise ValueError(f"{name} has changed in tokens {first} to {last}: prepare it again")
+                if stream is self.tokens_N and chunk.max() >= vocab_size:
+                    raise vocabulary_error(self.path, first, chunk, vocab_size)
+            stream.file.check_unchanged()
+
+
+def flags_file(path: Path) -> Path:
+    """The file of the flags of the tokens in `path`."""
+    return path.with_name(f"{path.name}.flags")
 
 
 def read_index(path: Path) -> tuple[np.dtype, np.ndarray]:

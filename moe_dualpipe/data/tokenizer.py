@@ -64,6 +64,10 @@ class Tokenizer(ABC):
         """
 
     @abstractmethod
+    def encode_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """The ids of each text with its special tokens, and where each token starts and ends, in characters."""
+
+    @abstractmethod
     def to_json(self) -> bytes:
         """The JSON from which `tokenizer_from_json` builds the same tokenizer."""
 
@@ -84,7 +88,17 @@ class ByteTokenizer(Tokenizer):
         return b"".join(bytes([t]) if t < 256 else "\ufffd".encode() for t in tokens).decode(errors="replace")
 
     def encode_batch(self, texts: Sequence[str], special_tokens: bool = False) -> list[np.ndarray]:
+        texts = [text.replace(END, "\0") for text in texts] if special_tokens else texts
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def encode_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        found = []
+        for text, ids_N in zip(texts, self.encode_batch(texts, special_tokens=True), strict=True):
+            chars = text.replace(END, "\0")
+            widths = np.array([len(END) if char == "\0" else 1 for char in chars], np.int64)
+            ends, sizes = widths.cumsum(), [len(char.encode()) for char in chars]
+            found.append((ids_N, (ends - widths).repeat(sizes), ends.repeat(sizes)))
+        return found
 
     def to_json(self) -> bytes:
         return b'{"tokenizer": "bytes"}\n'
@@ -118,6 +132,10 @@ class UnknownTokenizer(Tokenizer):
         unknown = "the tokenizer of these token ids is unknown:"
         reason = f"there is no {self._missing}: add it, or" if self._missing else unknown
         raise ValueError(f"cannot encode text: {reason} use token ids, such as '17 4' in a prompt")
+
+    def encode_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        self.encode_batch(texts)
+        raise AssertionError
 
     def to_json(self) -> bytes:
         end = {"end_id": self.end_id} if self.end_id >= 0 else {}
@@ -193,6 +211,13 @@ class BPETokenizer(Tokenizer):
                     f"tokenizer; the text starts with {quoted(text, 60)}"
                 )
         return [ids.astype(dtype_for(self.vocab_size)) for ids in encoded]
+
+    def encode_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        self._tokenizer.encode_special_tokens = False
+        found = self._call("cannot encode text", self._tokenizer.encode_batch, list(texts), add_special_tokens=False)
+        dtype = dtype_for(self.vocab_size)
+        spans = [np.array(one.offsets, np.int64).reshape(-1, 2) for one in found]
+        return [(np.array(one.ids, dtype), both[:, 0], both[:, 1]) for one, both in zip(found, spans, strict=True)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BPETokenizer, (self._content, self._where, self.config)

@@ -114,6 +114,14 @@ class BatchConfig:
     """Field of a JSON object, or column of a table, that holds the text."""
     special_tokens: bool = False
     """Encode special tokens in the text, such as <|im_start|> in a chat, as one id. Otherwise, as characters."""
+    chat_template: str | None = None
+    """File with the chat template for rows of messages (docs/data.md). None: that of the model."""
+    train_on: Literal["assistant", "all"] = "assistant"
+    """Tokens of chats to train on: those that the assistant wrote, or all."""
+    packing: bool = True
+    """Put several chats into a sequence. They do not see each other."""
+    too_long: Literal["error", "cut", "drop"] = "error"
+    """What to do with a chat that is longer than --seq-len."""
     data_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
     """Integer type of a .bin file without a .json file beside it; little-endian."""
     seq_len: int = 256

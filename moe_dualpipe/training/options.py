@@ -75,7 +75,8 @@ _CHOSEN = (
 """Keys that a run may choose itself."""
 _CHANGES = {
     "data": (
-        "seed", "batch.data", "batch.seq_len", "batch.batch_size", "metrics.eval_sequences",
+        "seed", "batch.data", "batch.seq_len", "batch.batch_size", "metrics.eval_sequences", "batch.chat_template",
+        "batch.train_on", "batch.packing", "batch.too_long",
     ),
     "mathematics": (
         "steps", "bias_rate", "freeze", "lora.", "optim.", "model.", "batch.document_mask", "compute.dtype",

@@ -28,6 +28,8 @@ from ..checkpoint import (
 from ..checkpoint.destinations import run_of
 from ..checkpoint.huggingface.peft import PeftAdapter
 from ..data import BYTES, TOKENIZER_FILE, GivenBatches, TextData, UnknownTokenizer, load_data, stores
+from ..data.chats import TEMPLATE_FILE, ChatOptions, ChatTemplate
+from ..data.strict_json import read_bytes, reading
 from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.fp8 import RECIPES
 from ..kernels.fuse import missing_for_compile
@@ -366,6 +368,9 @@ def find_start(request: Request, config: TrainConfig, facts: Facts) -> Start:
     if first_step >= config.steps and not facts.restarted:
         raise ValueError(f"{resume} is already at step {first_step}: use a larger --steps")
     companions = start_companions(folder) if (folder := resume or weights) else {}
+    if (template := config.batch.chat_template) is not None:
+        with reading(Path(template)):
+            companions = {**companions, TEMPLATE_FILE: read_bytes(Path(template)).decode()}
     first_weights = None if resume else weights or given.weights
     changed = changes(request.saved, config) if resume and request.saved else ()
     return Start(
@@ -379,7 +384,7 @@ def open_text(
     """What the run reads, and the options that follow from it. Raises ValueError."""
     text: TextData | GivenBatches
     if given.batches is None:
-        config, text = _load_text(config, start.folder, request)
+        config, text = _load_text(config, start, request)
     else:
         config, text = _given_text(config, given, start)
     if config.batch.document_mask and text.tokenizer.end_id < 0:
@@ -402,17 +407,19 @@ def _given_text(config: TrainConfig, given: Given, start: Start) -> tuple[TrainC
     return config, text
 
 
-def _load_text(config: TrainConfig, start: Path | None, request: Request) -> tuple[TrainConfig, TextData]:
+def _load_text(config: TrainConfig, begin: Start, request: Request) -> tuple[TrainConfig, TextData]:
     """The text, and the options with a prompt for it: token ids without a tokenizer have no default prompt."""
-    batch, vocab_size = config.batch, config.model.vocab_size
+    batch, vocab_size, start = config.batch, config.model.vocab_size, begin.folder
     unknown = start is not None and is_published(start) and not (start / TOKENIZER_FILE).is_file()
     tokenizer = start_tokenizer(start, vocab_size) if start else BYTES
     if isinstance(tokenizer, UnknownTokenizer) and not unknown:
         tokenizer = BYTES  # `check_tokenizer` says that it is another one
+    template = ChatTemplate.find(begin.companions, tokenizer)
     try:
         text = load_data(
-            batch.data, batch.seq_len, vocab_size, batch.data_field, batch.data_dtype, tokenizer, batch.special_tokens
-        )
+            batch.data, batch.seq_len, vocab_size, batch.data_field, batch.data_dtype, tokenizer, batch.special_tokens,
+            ChatOptions(template, batch.train_on, batch.packing, batch.too_long),
+        )  # fmt: skip
     except ValueError as error:
         if request.saved is None or "batch.data" in request.typed:
             raise

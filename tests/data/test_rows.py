@@ -206,7 +206,7 @@ def test_a_line_that_never_ends_is_named_and_not_read_into_memory(tmp_path, monk
     monkeypatch.setattr(rows, "LONGEST_LINE", 1 << 20)
     (tmp_path / name).write_bytes(compressed(name, jsonl_bytes(["one"]) + b'{"text": "' + b" " * (1 << 23)))
     read, of_line = [], rows._of_line
-    monkeypatch.setattr(rows, "_of_line", lambda row, field: read.append(len(row)) or of_line(row, field))
+    monkeypatch.setattr(rows, "_of_line", lambda row: read.append(len(row)) or of_line(row))
     with pytest.raises(ValueError, match=f"^{tmp_path}/{name}:2: a line has at most 1,048,576 bytes, but this one is"):
         list(Documents.find(str(tmp_path)))
     assert max(read) == (1 << 20) + 1

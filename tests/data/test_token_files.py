@@ -219,7 +219,7 @@ def test_prepared_token_ids_decode_to_the_documents(prepared, kind, dtype):
         assert [tokenizer.decode(part[:-1].tolist()) for part in parts] == [*documents, ""]
         sidecar = file.sidecar
         assert sidecar and (sidecar.dtype, sidecar.documents, sidecar.bytes) == (dtype, len(documents), size)
-    assert np.array_equal(read_stream(str(prepared / kind), tokenizer)[:], stream)  # for an evaluation
+    assert np.array_equal(read_stream(str(prepared / kind), tokenizer)[0][:], stream)  # for an evaluation
     both = load_data([str(prepared / kind), str(prepared / "a.jsonl")], 8)  # the same text, encoded at load time
     for side in ("train", "held_out"):
         first, second = (getattr(source, side)[:] for source in both.sources)
