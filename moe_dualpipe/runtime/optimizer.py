@@ -7,10 +7,9 @@ shapes and give bit-identical results.
 
 Frozen parameters (`requires_grad=False`) have no state and are never updated. They are saved in the dtype of the model.
 
-Muon (arXiv 2502.16982) orthogonalizes the momentum of a matrix and scales it to the size of an AdamW update, so both
-use the same learning rate and weight decay. It updates the matrices between hidden states, each separately: stacked
-ones (query, key, value; gate, up; models/layers.py) are split. AdamW updates norms, and the matrices that their modules
-declare: embedding, head and routers (`elementwise_matrices`).
+Muon (muon.py) uses the same learning rate and weight decay as AdamW. It updates the matrices between hidden states,
+each separately: stacked ones (query, key, value; gate, up; models/layers.py) are split. AdamW updates norms, and the
+matrices that their modules declare: embedding, head and routers (`elementwise_matrices`).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from .background import Background
 from .learning_rate import OptimizerConfig
+from .muon import Muon
 from .replicas import ReplicaSet, check_frozen
 from .stage_sums import StageOrder, WeightGathers
 from .zero import OwnedTensor, Shards
@@ -78,20 +78,15 @@ class Optimizer:
             self.parts[name] = [(weight, ...)]
         return adamw
 
-    def _muon(
-        self, names: Sequence[str], config: OptimizerConfig, stacked: Mapping[str, Sequence[int]]
-    ) -> torch.optim.Muon:
+    def _muon(self, names: Sequence[str], config: OptimizerConfig, stacked: Mapping[str, Sequence[int]]) -> Muon:
+        weights, momenta = [], []
         for name in names:
             self.parts[name] = [(self.master[name][rows], rows) for rows in _matrices(self.owned[name], stacked)]
-        muon = torch.optim.Muon(
-            [{"params": [matrix for name in names for matrix, _ in self.parts[name]]}],
-            lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw",
-        )  # fmt: skip
-        for name in names:
-            self.moments[name] = {"momentum": torch.zeros_like(self.master[name])}
-            for matrix, rows in self.parts[name]:
-                muon.state[matrix] = {"momentum_buffer": self.moments[name]["momentum"][rows]}
-        return muon
+            momentum = torch.zeros_like(self.master[name])
+            self.moments[name] = {"momentum": momentum}
+            weights += [matrix for matrix, _ in self.parts[name]]
+            momenta += [momentum[rows] for _, rows in self.parts[name]]
+        return Muon(weights, momenta, config)
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor | float, wait: bool = True) -> None:
@@ -104,7 +99,7 @@ class Optimizer:
         """
         self.before_update()
         self._check_frozen()
-        for group in self.adamw.param_groups + self.muon.param_groups:
+        for group in self.adamw.param_groups:
             group["lr"] = lr
         grads: dict[str, Tensor] = {}
         for shards in self.shards:
@@ -116,7 +111,7 @@ class Optimizer:
             for weight, rows in parts:
                 weight.grad = grads[name][rows]
         self.adamw.step()
-        self.muon.step()
+        self.muon.step(lr)
         for parts in self.parts.values():
             for weight, _ in parts:
                 weight.grad = None

@@ -12,8 +12,10 @@ from torch import nn
 
 from moe_dualpipe.models import TransformerStage, build_model, elementwise_matrices, stacked_matrices
 from moe_dualpipe.pipeline import pipeline as pipeline_module
+from moe_dualpipe.runtime import muon as muon_file
 from moe_dualpipe.runtime.groups import Groups
 from moe_dualpipe.runtime.learning_rate import learning_rate
+from moe_dualpipe.runtime.muon import orthogonalize
 from moe_dualpipe.runtime.optimizer import Optimizer
 from moe_dualpipe.runtime.replicas import ReplicaSet, replica_sets
 from moe_dualpipe.runtime.zero import assign_owners
@@ -95,8 +97,9 @@ def test_loading_rounds_the_master_weights_into_a_bf16_model():
 # ---- Muon ----
 
 
-def test_muon_equals_torch_muon_per_matrix_and_torch_adamw_for_the_rest():
+def test_muon_equals_torch_muon_per_matrix_and_torch_adamw_for_the_rest(monkeypatch):
     """On a whole model. `split` has the rows of each matrix; torch's AdamW updates all other parameters."""
+    monkeypatch.setattr(muon_file, "iteration_dtype", lambda _: torch.bfloat16)
     model = build_model(dataclasses.replace(MODEL, num_layers=2, num_heads=3, num_kv_heads=1))
     model.register_parameter("bias", nn.Parameter(torch.randn(3)))
     qkv, halves = [(0, 48), (48, 64), (64, 80)], [(0, 32), (32, 64)]
@@ -142,6 +145,23 @@ def test_muon_equals_torch_muon_per_matrix_and_torch_adamw_for_the_rest():
         assert torch.equal(p, copies[name]), name
     moments = {name.partition(".")[0] for name in optimizer.tensors() if "layers.1.mlp.experts.gate_up.3" in name}
     assert moments == {"model", "momentum"}
+
+
+@pytest.mark.parametrize("shape", [(7, 24, 40), (5, 40, 24), (3, 32, 32), (1, 1, 9)], ids=str)
+def test_in_fp32_muon_is_as_exact_as_in_fp64_and_near_to_bf16(shape):
+    x = torch.randn(shape, dtype=torch.float64)
+    exact = orthogonalize(x, torch.float64)
+    assert (orthogonalize(x, torch.float32) - exact).norm() < 1e-5 * exact.norm()
+    assert (orthogonalize(x, torch.bfloat16) - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_matrix_has_the_same_update_in_any_batch(dtype):
+    """So that a divided optimizer state, where each rank has other matrices, gives the same bits."""
+    x = torch.randn(6, 24, 40)
+    whole = orthogonalize(x, dtype)
+    assert torch.equal(torch.cat([orthogonalize(x[i : i + 1], dtype) for i in range(6)]), whole)
+    assert torch.equal(orthogonalize(x[[4, 1]], dtype), whole[[4, 1]])
 
 
 def test_stacked_rows_that_do_not_add_up_are_rejected():

@@ -1,0 +1,64 @@
+"""Muon (arXiv 2502.16982): the momentum of a matrix, orthogonalized, and scaled to the size of an AdamW update.
+
+`torch.optim.Muon` iterates one matrix at a time, in bf16. Here all matrices of a shape are one batch, of at most
+`BATCH` numbers, and the dtype is what the device multiplies fast. A CPU without AMX emulates bf16: 89 matrices of
+128 x 128 took 2.1 s in bf16 and 0.12 s in fp32, on one thread of an AMD EPYC without AVX-512.
+
+N matrices of A rows and B columns.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .learning_rate import OptimizerConfig
+
+A, B, C = 3.4445, -4.775, 2.0315
+"""Coefficients of the Newton-Schulz iteration x <- A x + (B m + C m m) x with m = x x^T; those of torch."""
+STEPS, EPSILON = 5, 1e-7
+BATCH = 2**24
+
+
+def iteration_dtype(device: torch.device) -> torch.dtype:
+    """bf16 on GPUs and on CPUs with AMX, otherwise fp32, whose result differs by the rounding of bf16: about 1.3%."""
+    fast = device.type != "cpu" or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def orthogonalize(x_NAB: Tensor, dtype: torch.dtype) -> Tensor:
+    """Matrices with nearly the same singular vectors, and singular values near 1, in `dtype`."""
+    tall = x_NAB.shape[1] > x_NAB.shape[2]
+    x = (x_NAB.mT if tall else x_NAB).to(dtype)
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPSILON)
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+    return x.mT if tall else x
+
+
+class Muon:
+    """Updates `weights` from their `grad`. momenta: of each weight, in place."""
+
+    def __init__(self, weights: Sequence[Tensor], momenta: Sequence[Tensor], config: OptimizerConfig):
+        self.momentum, self.decay = config.momentum, config.weight_decay
+        by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+        for pair in zip(weights, momenta, strict=True):
+            by_shape.setdefault(pair[0].shape, []).append(pair)
+        self.batches = [batch for pairs in by_shape.values() for batch in _batches(pairs)]
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        for batch in self.batches:
+            weights, momenta = ([*tensors] for tensors in zip(*batch, strict=True))
+            grads = [weight.grad for weight in weights]
+            torch._foreach_lerp_(momenta, grads, 1 - self.momentum)
+            updates = torch.stack(torch._foreach_lerp(grads, momenta, self.momentum))  # Nesterov
+            steps = orthogonalize(updates, iteration_dtype(updates.device))
+            torch._foreach_mul_(weights, 1 - lr * self.decay)
+            torch._foreach_add_(weights, steps.unbind(), alpha=-0.2 * lr * max(weights[0].shape) ** 0.5)
+
+
+def _batches(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    size = max(1, BATCH // pairs[0][0].numel())
+    yield from (pairs[i : i + size] for i in range(0, len(pairs), size))
