@@ -51,6 +51,7 @@ DEFAULTS = {
     "compute.fused_loss": False,
     "batch.data": ("stdlib",), "batch.data_field": "text", "batch.data_dtype": "uint16",
     "batch.special_tokens": False, "batch.seq_len": 256, "batch.document_mask": False, "batch.batch_size": 16,
+    "batch.chat_template": None, "batch.train_on": "assistant", "batch.packing": True, "batch.too_long": "error",
     "batch.record_routes": None, "batch.replay_routes": None,
     "batch.micro_batch_size": None, "checkpoint.out": None, "checkpoint.resume": None, "checkpoint.weights": None,
     "checkpoint.weights_partial": False, "checkpoint.save_every": None, "checkpoint.keep": 3, "checkpoint.export": None,
