@@ -3,6 +3,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ pytest.importorskip("jinja2")
 from moe_dualpipe.data import BYTES, load_data, prepare_data, samples
 from moe_dualpipe.data.chats import ChatOptions, ChatTemplate, InvalidRowError, parse_chat
 from moe_dualpipe.data.tokenizer import BPETokenizer
+from moe_dualpipe.schedule import build
+from tests.pipeline.test_padding import MODEL, assert_equal, update
 from tests.support.texts import with_special_tokens
 
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -127,7 +130,7 @@ def test_the_fields_of_rows():
 
 # ---- From files to sequences ----
 
-SIMPLE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"  # noqa: E501
+SIMPLE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 def options(**changes):
@@ -220,3 +223,18 @@ def test_a_table_has_the_chats_of_jsonl(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + os.linesep for row in rows))
     one, other = (load_data(f"{tmp_path}/a.{kind}", 32, chats=options()) for kind in ("parquet", "jsonl"))
     assert one.fingerprint() == other.fingerprint()
+
+
+def test_packing_changes_neither_the_loss_nor_the_gradients(chats):
+    """Of a pass over all chats: one mean over the labeled tokens, in fp64."""
+    model, found = replace(MODEL, mtp_layers=1, vocab_size=256), []
+    for packing in (True, False):
+        text = load_data(str(chats), 64, chats=options(packing=packing))
+        train = text.sources[0].train
+        assert isinstance(train, samples.Samples)
+        batch = text.batch(0, 0, len(train.sequences), 64)
+        assert (batch.documents is not None) == packing
+        found.append((len(batch.inputs), update(model, build("1f1b", 1, len(batch.inputs)), batch, size=1)))
+    (few, packed), (many, alone) = found
+    assert few < many == 75
+    assert_equal(packed, alone)
