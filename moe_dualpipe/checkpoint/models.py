@@ -50,6 +50,7 @@ def open_model(
     dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
     tokenizer = start_tokenizer(folder, config.vocab_size)
     model = from_pretrained(folder, dtype) if is_published(folder) else load_model(folder, **(own_layers or {}))
+    model.companions = model.companions or start_companions(folder)
     return model.to(chosen, dtype), tokenizer
 
 
@@ -75,6 +76,7 @@ def load_spread_model(
     Raises ValueError, on all ranks, for a folder that is broken or has other weights.
     """
     model = build_model(config, expert_parallel)
+    model.companions = start_companions(folder)
     layers = {moe.layer: moe for moe in model.modules() if isinstance(moe, MoE)}
     if experts and experts.keys() != layers.keys():
         placed, have = (", ".join(map(str, sorted(found))) for found in (experts, layers))

@@ -1,15 +1,17 @@
 """`moe-dualpipe eval`: the perplexity of a model on given text, or its results in tasks of lm-evaluation-harness."""
 
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 from ..command_line import Mark, Positional
 from ..data import read_stream
+from ..data.chats import ChatOptions
 from ..inference.scoring import perplexity
 from ..inference.spread import open_spread
 from ..messages import check_range, printable
 from ..runtime.world import current_launch, join_world
-from .options import JsonOption, check_ranges
+from .options import JsonOption, check_ranges, find_template
 from .spread_options import SpreadOptions
 
 
@@ -24,12 +26,14 @@ class Eval(SpreadOptions, JsonOption):
     """Folder or URL of a run (its newest checkpoint is used), or of a checkpoint.
     Or a published model in Hugging Face's format."""
     data: str | None = None
-    """Text: a file, a folder, a glob, a table (.jsonl, .csv, .parquet), or "stdlib".
+    """Text: a file, a folder, a glob, a table (.jsonl, .csv, .parquet), or "stdlib". Of chats, the assistant's tokens.
     Or token ids: a .bin file, or the held-out text of a folder written by `moe-dualpipe data prepare`."""
     data_field: str = "text"
     """Field of a JSON object, or column of a table, that holds the text."""
     special_tokens: bool = False
     """Encode special tokens in the text, such as <|im_start|> in a chat, as one id. Otherwise, as characters."""
+    chat_template: Path | None = None
+    """File with the chat template for rows with chats. None: that of the model."""
     data_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
     """Integer type of a .bin file without a description file (little-endian)."""
     seq_len: int = 256
@@ -72,11 +76,13 @@ class Eval(SpreadOptions, JsonOption):
             model, tokenizer, ranks = open_spread(
                 self.model, self.own_layers(), world, *sizes, ep_backend=self.ep_backend
             )
-            options = self.data_field, self.data_dtype, self.special_tokens
-            tokens: Any = read_stream(self.data, tokenizer, *options)[0]
+            chats = ChatOptions(find_template(model, tokenizer, self.chat_template))
+            options = self.data_field, self.data_dtype, self.special_tokens, chats
+            tokens, flags = read_stream(self.data, tokenizer, *options)
             if self.max_tokens and len(tokens) > self.max_tokens + 1:
-                tokens = tokens[: self.max_tokens + 1]
-            found = perplexity(model, tokenizer, tokens, self.seq_len, stride, self.batch_size, ranks)
+                tokens, flags = (None if one is None else one[: self.max_tokens + 1] for one in (tokens, flags))
+            assert tokens is not None
+            found = perplexity(model, tokenizer, tokens, self.seq_len, stride, self.batch_size, ranks, flags)
         if world.rank:
             return
         self.show(asdict(found), f"{printable(self.model)}: {found}")

@@ -17,6 +17,7 @@ from ..command_line import Mark, Positional
 from ..data import Tokenizer
 from ..data.strict_json import reading
 from ..inference import Sampling, generate, printable_text
+from ..inference.conversation import converse
 from ..inference.expert_ranks import ExpertRanks
 from ..inference.generation import recorded_routes
 from ..inference.spread import open_spread
@@ -24,7 +25,7 @@ from ..messages import check_range, printable, typed_text
 from ..models import TransformerStage
 from ..runtime.world import current_launch
 from .data import refuse_url
-from .options import check_ranges
+from .options import check_ranges, find_template
 from .spread_options import SpreadOptions
 
 
@@ -39,6 +40,10 @@ class Generate(SpreadOptions):
     """Folder or URL of a run (its newest checkpoint is used), of a checkpoint, or of a published model."""
     prompt: str = "\n"
     """Start of the text."""
+    chat: bool = False
+    """Start a conversation in the terminal. /exit or Ctrl-D ends it, Ctrl-C ends an answer."""
+    chat_template: Path | None = None
+    """File with the chat template for --chat. None: that of the model."""
     prompts: Path | None = None
     """File with a prompt in each line, instead of --prompt."""
     sample_tokens: int = 200
@@ -82,6 +87,9 @@ class Generate(SpreadOptions):
             check_writable(self.record_routes.parent, "--record-routes")
         if self.prompts and self.prompt != Generate.prompt:
             raise ValueError("--prompts stands for --prompt: use one of them")
+        if self.chat:
+            self._converse(sampling)
+            return
         typed = [self.prompt] if self.prompts is None else _lines(self.prompts)
         starts = [typed_text(prompt) for prompt in typed for _ in range(self.num)]
         if not all(starts):
@@ -100,6 +108,18 @@ class Generate(SpreadOptions):
             if len(texts) > 1:
                 print(f"--- {i} of {len(texts)}")
             print(printable_text(text))
+
+    def _converse(self, sampling: Sampling) -> None:
+        """Raises ValueError for options that do not apply, and without a chat template."""
+        if current_launch().world_size > 1 or self.prompts or self.record_routes or self.num > 1:
+            raise ValueError("--chat is for one process, without --prompts, --num and --record-routes")
+        if self.prompt != Generate.prompt:
+            raise ValueError("--chat reads its messages from the terminal: leave out --prompt")
+        with self.joined() as world:
+            model, tokenizer, _ = open_spread(self.run_or_checkpoint, self.own_layers(), world, 1, self.seq_len)
+            if (template := find_template(model, tokenizer, self.chat_template)) is None:
+                raise ValueError(f"{printable(self.run_or_checkpoint)} has no chat template: name one, --chat-template")
+            converse(model, tokenizer, template, self.sample_tokens, self.seq_len, sampling, self.seed)
 
     def _generate(
         self, model: TransformerStage, tokenizer: Tokenizer, sampling: Sampling, starts: Sequence[str],

@@ -9,9 +9,9 @@ B sequences, S positions, N tokens of the text.
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from ..data import Tokenizer, UnknownTokenizer, num_bytes
+from ..data.samples import LABEL, START
 from ..expert_parallel.gather import first_fault
 from ..messages import check_range
 from ..models import TransformerStage
@@ -82,13 +83,13 @@ def token_losses(
 
 def stream_losses(
     model: TransformerStage, tokens: Tokens, seq_len: int, stride: int | None = None, batch_size: int = 8,
-    ranks: ExpertRanks = ALONE,
+    ranks: ExpertRanks = ALONE, firsts: Sequence[int] = (0,),
 ) -> Iterator[Tensor]:  # fmt: skip
     """Yield the losses of all tokens of a text but the first: in order, one batch at a time, in nats, in fp32.
 
     tokens: N token ids. seq_len: positions that the model sees. stride: tokens between the starts of windows; None:
     seq_len, so windows do not overlap. batch_size: windows at a time, on each rank. ranks: the ranks that share the
-    experts, and divide the windows. All yield the losses of all.
+    experts, and divide the windows. All yield the losses of all. firsts: where a text starts, if `tokens` has several.
 
     Raises ValueError for invalid numbers, for fewer than two tokens, and for token ids outside the vocabulary.
     """
@@ -99,9 +100,15 @@ def stream_losses(
     if len(tokens) < 2:
         raise ValueError(f"a text needs at least two tokens, of which all but the first are scored: got {len(tokens)}")
     device, vocab_size = next(model.parameters()).device, model.config.vocab_size
-    remaining = windows(len(tokens), seq_len, stride)
+    remaining = (
+        ScoredWindow(first + window.start, first + window.stop, window.seen)
+        for first, end in pairwise([*firsts, len(tokens)])
+        for window in windows(end - first, seq_len, stride)
+    )
     while some := [*islice(remaining, batch_size * ranks.size)]:
-        ids_BS = np.stack([tokens[window.start : window.stop + 1] for window in some]).astype(np.int64)
+        ids_BS = np.zeros((len(some), 1 + max(window.stop - window.start for window in some)), np.int64)
+        for row_S, window in zip(ids_BS, some, strict=True):  # what follows a shorter window is not scored
+            row_S[: window.stop + 1 - window.start] = tokens[window.start : window.stop + 1]
         if ids_BS.max() >= vocab_size or ids_BS.min() < 0:
             wrong = ids_BS[(ids_BS >= vocab_size) | (ids_BS < 0)][0]
             raise ValueError(f"token ids must be from 0 to {vocab_size - 1}, the vocabulary of the model: got {wrong}")
@@ -111,7 +118,8 @@ def stream_losses(
         with eval_mode([model]):
             losses_BS, _ = token_losses(model, rows_BS[:, :-1].contiguous(), rows_BS[:, 1:].contiguous(), halves)
         losses_BS = torch.cat(ranks.gather(losses_BS.cpu()))
-        yield torch.cat([losses_S[window.seen :] for losses_S, window in zip(losses_BS, some, strict=True)])
+        scored = zip(losses_BS, some, strict=True)
+        yield torch.cat([losses_S[window.seen : window.stop - window.start] for losses_S, window in scored])
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +129,7 @@ class Perplexity:
     loss: float
     perplexity: float
     bits_per_byte: float | None
-    """None if the tokenizer is unknown."""
+    """None if the tokenizer is unknown, and for chats."""
     tokens: int
     bytes: int | None
     seq_len: int
@@ -143,22 +151,31 @@ class Perplexity:
 
 def perplexity(
     model: TransformerStage, tokenizer: Tokenizer, tokens: Tokens, seq_len: int, stride: int, batch_size: int,
-    ranks: ExpertRanks = ALONE,
+    ranks: ExpertRanks = ALONE, flags_N: Tokens | None = None,
 ) -> Perplexity:  # fmt: skip
-    """The perplexity of a model on a text of token ids. All tokens but the first are scored. See `stream_losses`."""
-    total, scored, started = 0.0, 0, time.perf_counter()
+    """The perplexity of a model on a text of token ids. All tokens but the first are scored. See `stream_losses`.
+
+    flags_N: of the tokens of chats (data/samples.py): each is a text of its own, and only its labels count.
+    """
+    total, scored, read, started = 0.0, 0, 0, time.perf_counter()
+    firsts, labels_N = [0], None
+    if flags_N is not None:
+        flags = flags_N[:]
+        firsts = np.flatnonzero(flags & START).tolist()
+        labels_N = torch.from_numpy((flags & LABEL)[(flags & START) == 0] > 0)
     progress = tqdm(total=len(tokens) - 1, unit=" tokens", leave=False, disable=ranks.rank > 0 or None)
     with counted_loads(model) as loads, progress as bar:
-        for losses_N in stream_losses(model, tokens, seq_len, stride, batch_size, ranks):
-            total += losses_N.double().sum().item()
-            scored += len(losses_N)
+        for losses_N in stream_losses(model, tokens, seq_len, stride, batch_size, ranks, firsts):
             bar.update(len(losses_N))
-    seconds, loss = time.perf_counter() - started, total / scored
+            own_N = losses_N if labels_N is None else losses_N[labels_N[read : read + len(losses_N)]]
+            total, scored, read = total + own_N.double().sum().item(), scored + len(own_N), read + len(losses_N)
+    seconds, loss = time.perf_counter() - started, total / max(scored, 1)
     if not math.isfinite(loss):
         nonfinite = (name for name, weight in model.named_parameters() if not weight.isfinite().all())
         fault = first_fault(next(nonfinite, "")) if ranks.size > 1 else next(nonfinite, "")
         raise ValueError(f"the loss is {loss}: {f'{fault} is not finite' if fault else 'all weights are finite'}")
-    size = None if isinstance(tokenizer, UnknownTokenizer) else num_bytes(tokenizer, tokens[1:])
+    unknown = isinstance(tokenizer, UnknownTokenizer) or labels_N is not None
+    size = None if unknown else num_bytes(tokenizer, tokens[1:])
     return Perplexity(
         loss, math.exp(loss) if loss < 700 else math.inf, total / math.log(2) / size if size else None, scored, size,
         seq_len, stride, round(scored / seconds, 1), describe_loads(*sum_of_ranks(ranks.gather(loads))),

@@ -198,7 +198,7 @@ def plan_export(
         config["quantization_config"] = {**FP8, "activation_scheme": "dynamic", "modules_to_not_convert": full}
         config["quantization_config"] |= {"scale_fmt": "ue8m0"} if fp8.power_of_two else {}
     files = {name: text.encode() for name, text in companions.items() if name != CONFIG_FILE}
-    files |= tokenizer_files(tokenizer, alone=bool(companions))
+    files |= tokenizer_files(tokenizer, alone=CONFIG_FILE in companions)
     return ExportPlan(layout, dtype, read, planned, config, files, fp8, {} if update_norms is None else update_norms)
 
 

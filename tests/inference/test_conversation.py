@@ -1,0 +1,125 @@
+"""Chats with a model: an answer is that of `generate`, a conversation keeps its history, and eval scores each chat."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("jinja2")
+
+from moe_dualpipe.cli import main
+from moe_dualpipe.data import BYTES
+from moe_dualpipe.data.chats import ChatTemplate
+from moe_dualpipe.data.samples import LABEL, START
+from moe_dualpipe.inference import Sampling, conversation, generate
+from moe_dualpipe.inference.scoring import perplexity
+from moe_dualpipe.models import ModelConfig, StageOptions, build_model, next_token_loss
+
+MODEL = ModelConfig(
+    vocab_size=256, hidden_size=16, num_layers=2, num_dense_layers=1, num_heads=2, num_kv_heads=1, head_dim=8,
+    dense_size=24, expert_size=12, num_experts=4, experts_per_token=2, init_std=0.5,
+)  # fmt: skip
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"  # noqa: E501
+
+
+@pytest.fixture
+def model():
+    return build_model(MODEL, options=StageOptions(seed=2))
+
+
+@pytest.fixture
+def template():
+    return ChatTemplate.find({"chat_template.jinja": TEMPLATE}, BYTES)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stream_has_the_tokens_of_generate_up_to_a_stop(model, temperature):
+    prompt = torch.tensor([60, 70, 80])
+    whole = generate(model, [prompt], 20, 12, temperature, seed=4)[0].tolist()
+    sampling = Sampling(temperature)
+    assert [*conversation.stream(model, prompt, 20, 12, sampling, 4, [])] == whole
+    stop = whole[9]
+    assert [*conversation.stream(model, prompt, 20, 12, sampling, 4, [stop])] == whole[: whole.index(stop)]
+
+
+def test_a_conversation_keeps_its_history_and_ctrl_c_ends_only_an_answer(model, template, monkeypatch, capsys):
+    prompts, answers = [], iter([b"one", b"two", b"three"])
+
+    def stream(_model, prompt_S, *_):
+        prompts.append(bytes(prompt_S.tolist()).decode())
+        for token in next(answers):
+            if token == ord("w"):
+                raise KeyboardInterrupt
+            yield token
+
+    lines = iter(["a", KeyboardInterrupt, "", "b", "c", "/exit", "never read"])
+
+    def read(_):
+        line = next(lines)
+        if line is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return line
+
+    monkeypatch.setattr(conversation, "stream", stream)
+    conversation.converse(model, BYTES, template, 9, 64, Sampling(), 0, read)
+    assert capsys.readouterr().out == "one\n\nt\nthree\n" and next(lines) == "never read"
+    assert prompts == [
+        "<user>a", "<user>a<assistant>one\0<user>b", "<user>a<assistant>one\0<user>b<assistant>t\0<user>c",
+    ]  # fmt: skip
+
+
+def test_each_chat_is_scored_alone(model):
+    lengths, random = (9, 2, 30, 5), np.random.default_rng(0)
+    chats = [torch.from_numpy(random.integers(1, 256, length)) for length in lengths]
+    flags = [random.integers(0, 2, length).astype(np.uint8) * LABEL for length in lengths]
+    for flag in flags:
+        flag[0], flag[-1] = START, LABEL
+    found = perplexity(
+        model, BYTES, np.concatenate(chats), 32, 32, 3, flags_N=np.concatenate(flags)
+    )  # fmt: skip
+    labels = [chat[1:].where(torch.from_numpy(flag[1:] > 0), -100) for chat, flag in zip(chats, flags, strict=True)]
+    counts = [int((each >= 0).sum()) for each in labels]
+    with torch.no_grad():
+        losses = [next_token_loss(model(c[None, :-1]), y[None]) for c, y in zip(chats, labels, strict=True)]
+    expected = sum(loss.item() * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+    assert found.tokens == sum(counts) and found.loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_is_evaluated_and_talks_with_its_own_template(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jinja").write_text(TEMPLATE + "{% if add_generation_prompt %}<assistant>{% endif %}")
+    rows = [json.dumps({"prompt": f"Say {i}.", "completion": f"{i}"}) for i in range(40)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(rows))
+    start = ["train", "--data", "chat.jsonl", "--set", "batch.chat_template=chat.jinja", "--seq-len", "64"]
+    size = ["--steps", "1", "--batch-size", "2", "--sample-tokens", "0", "--out", "run", "--device", "cpu"]
+    main([*start, *size])
+    printed = capsys.readouterr().out
+    assert "% padding before packing and " in printed
+    (tmp_path / "chat.jinja").unlink()
+    assert main(["eval", "run", "--data", "chat.jsonl", "--json", "--device", "cpu", "--seq-len", "64"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == sum(len(str(i)) + 1 for i in range(40))
+    lines = iter(["hello"])
+    monkeypatch.setattr(conversation.converse, "__defaults__", (lambda _: next(lines, None) or _end(),))
+    assert main(["generate", "run", "--chat", "--sample-tokens", "3", "--device", "cpu"]) == 0
+
+
+def _end():
+    raise EOFError
+
+
+@pytest.mark.parametrize("arguments, problem", [
+    ("--chat", "has no chat template: name one, --chat-template"), ("--chat --num 2", "--chat is for one process"),
+    ("--chat --chat-template bad.jinja", "cannot read the chat template: line 1: "),
+    ("--chat --chat-template none.jinja", "cannot read none.jinja: No such file or directory"),
+])  # fmt: skip
+def test_what_cannot_talk_is_one_line(tmp_path, monkeypatch, capsys, arguments, problem):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jinja").write_text("{% for %}")
+    (tmp_path / "text.txt").write_text("abc " * 200)
+    size = ["--steps", "1", "--seq-len", "16", "--batch-size", "2", "--sample-tokens", "0", "--device", "cpu"]
+    main(["train", "--data", "text.txt", "--out", "run", *size])
+    capsys.readouterr()
+    assert main(["generate", "run", "--device", "cpu", *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert problem in error and error.count("\n") == 1, error
