@@ -10,15 +10,16 @@ from typing import Any
 from moe_dualpipe.schedule import Costs
 from moe_dualpipe.schedule.compare import ComparedSchedule, compared
 from moe_dualpipe.tools.drawing.tables import format_number, format_range
-from moe_dualpipe.tools.drawing.timeline import COLORS, LABELS, boxes, shade
+from moe_dualpipe.tools.drawing.timeline import COLORS, LABELS, boxes, shade, shortest
 
-_ROW, _LEFT = 26, 48  # pixels: the height of a rank, and the room for its name
+_ROW, _LEFT, _LEAST = 26, 48, 5  # pixels: the height of a rank, the room for its name, and the width of a box
 
 
 def play(request: str) -> str:
     """Return JSON for the page: `command`, `legend` and `schedules`, each with a `problem`, or `svg` and numbers.
 
-    request: JSON with `schedules` (names), `ranks`, `micro_batches`, `costs` and the `width` of a picture in pixels.
+    request: JSON with `schedules` (names), `ranks`, `micro_batches`, `costs` and the `width` of a picture in pixels;
+    it is wider if boxes would be too narrow.
     """
     asked = json.loads(request)
     ranks, micro_batches, costs = asked["ranks"], asked["micro_batches"], asked["costs"]
@@ -27,11 +28,13 @@ def play(request: str) -> str:
         entries = [compared(name, ranks, ranks, micro_batches, Costs(**costs)) for name in asked["schedules"]]
     except ValueError as error:  # the costs
         entries = [ComparedSchedule(name, ranks, None, str(error)) for name in asked["schedules"]]
-    until = max((float(entry.timeline.makespan) for entry in entries if entry.timeline), default=1)
+    timelines = [entry.timeline for entry in entries if entry.timeline]
+    until = max((float(timeline.makespan) for timeline in timelines), default=1)
+    readable = _LEFT + 1 + max((until / shortest(timeline) for timeline in timelines), default=0) * _LEAST
     return json.dumps({
         "command": f"moe-dualpipe schedule compare --stages {ranks} --micro-batches {micro_batches} {options}",
         "legend": [(COLORS[letter], LABELS[letter]) for letter in COLORS],
-        "schedules": [_shown(entry, until, asked["width"]) for entry in entries],
+        "schedules": [_shown(entry, until, max(asked["width"], readable)) for entry in entries],
     })  # fmt: skip
 
 
@@ -41,7 +44,7 @@ def _shown(entry: ComparedSchedule, until: float, width: float) -> dict[str, Any
     step, bubble = format_number(timeline.makespan), format_range(timeline.bubble)
     summary = (
         f"step {step}, bubble {bubble} per rank ({timeline.bubble_share:.1%}), "
-        f"at least {format_number(entry.least)} in any order"
+        f"at least {format_number(entry.least)} in any order with the same memory"
     )
     return entry.as_object() | {"summary": summary, "svg": _svg(entry, until, width)}
 

@@ -56,6 +56,7 @@ def write_play_files(folder: Path, pyodide: Path | None = None) -> None:
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
-    shutil.copy(ROOT / "docs" / "play.html", out)
+    for name in ("play.html", "learn_dualpipe.md"):
+        shutil.copy(ROOT / "docs" / name, out)
     write_play_files(out, *map(Path, sys.argv[2:]))
     print(out / "play.html")

@@ -143,8 +143,9 @@ def test_the_numbers_of_the_lesson(capsys):
         assert row[1] == "".join(f" {number:g} |" for number in numbers)
     rows = re.findall(r"^\| `(--model .*?)` \|(.*)$", LESSON, re.MULTILINE)
     for options, numbers in rows:
-        steps = [estimate(f"{options} --schedule {name}", capsys)["step_time_s"] for name in PREDICTED]
-        assert numbers == "".join(f" {step:.3g} |" for step in steps)
+        found = [estimate(f"{options} --schedule {name}", capsys) for name in PREDICTED]
+        cells = (f" {one['step_time_s']:.3g} s, {one['peak_memory_gb']:.0f} GB |" for one in found)
+        assert numbers == "".join(cells)
     small, long = rows[3][0], rows[4][0]
     alone = estimate(re.sub("--pp 4", "--pp 1 --micro-batch-size 8", small), capsys)
     assert f"takes {alone['step_time_s']:.3g} s" in LESSON

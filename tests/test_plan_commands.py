@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.schedule import NAMES
 from moe_dualpipe.tools.planner.workload import PAIRED
 from moe_dualpipe.training.options import parse_arguments
 
@@ -54,27 +55,31 @@ def test_a_measured_step_says_what_it_changed_and_what_may_make_the_difference(c
     assert "You have 111% of what others reached" in fast and "What would be faster" not in fast
 
 
-def test_the_search_prints_a_ranking_and_the_command_of_the_best(capsys):
-    code, out, _ = run(capsys, f"{OLMOE} --top 40")
-    assert code == 0 and len(re.findall(r"^\| tp ", out, re.MULTILINE)) == 40
-    report = json.loads(run(capsys, f"{OLMOE} --json --top 40")[1])
+def test_the_search_prints_what_train_can_run_first_and_the_command_of_the_best(capsys):
+    """What train.py cannot run is another table. The schedules that were tried are named."""
+    code, out, _ = run(capsys, f"{OLMOE} --top 50")
+    assert code == 0
+    can, cannot = out.split("| train.py cannot run")
+    report = json.loads(run(capsys, f"{OLMOE} --json --top 50")[1])
     marks, times = ([row[key] for row in report["ranked"]] for key in ("train_lacks", "step_time_s"))
-    assert [] in marks and ["tp 2"] in marks and times == sorted(times)
+    number = marks.count([])
+    assert 0 < number < len(marks) and marks[:number] == [[]] * number
+    assert times[:number] == sorted(times[:number]) and times[number:] == sorted(times[number:])
+    assert [len(re.findall(r"^\| tp ", part, re.MULTILINE)) for part in (can, cannot)] == [number, len(marks) - number]
+    assert " tp 2 |" in cannot and f"Schedules tried: {', '.join(NAMES)}." in out
     options = parse_arguments(shlex.split(report["train_command"].partition("train.py ")[2]))
     best = report["ranked"][0]
     assert (options.parallel.pp, options.parallel.ep) == (best["pp"], best["ep"]) != (1, 1)
-    assert len(re.findall(r"\| +yes \|$", out, re.MULTILINE)) == marks.count([]) and "| no: tp 2 |" in out
 
 
-def test_the_search_also_prints_the_fastest_way_that_train_can_run(capsys):
+def test_the_search_gives_the_command_of_the_fastest_way_that_train_can_run(capsys):
+    """With --overlap, many schedules overlap only as in Megatron-LM."""
     code, out, _ = run(capsys, f"{OLMOE} --overlap --top 3")
     assert code == 0 and "more (--top)" in out
-    said = r"train.py cannot run it: overlap in 1f1b. The fastest that it can run, ([\d.]+) s:\n\n(torchrun .*)"
-    seconds, words = re.search(said, out).groups()
     rows = json.loads(run(capsys, f"{OLMOE} --overlap --json --top 100")[1])["ranked"]
     able = next(row for row in rows if row["tp"] == 1 and (row["ep"] == 1 or row["schedule"] in PAIRED))
-    assert float(seconds) == pytest.approx(able["step_time_s"], rel=0.01)
-    assert f"--pp {able['pp']} --ep {able['ep']} --schedule {able['schedule']} " in words
+    assert able == rows[0] and any("overlap in 1f1b" in row["train_lacks"] for row in rows)
+    assert f"--pp {able['pp']} --ep {able['ep']} --schedule {able['schedule']} " in out
 
 
 WRONG = {

@@ -14,7 +14,8 @@ from operator import itemgetter
 
 from ...models.config import RECOMPUTE
 from ...runtime.layout import Layout, layouts
-from ...schedule import Costs, build, simulate
+from ...schedule import NAMES, Costs, build, simulate
+from ...schedule.build import takes_chunks
 from .constants import find_constant
 from .prediction import Estimate
 from .segment_times import ALL
@@ -24,9 +25,10 @@ from .workload import Workload, layout_of, layout_text
 
 SIMULATED = 40
 """The most candidates that are simulated and returned."""
+WITH_TENSOR_PARALLELISM = 10
+"""The same for those with tensor parallelism, which train.py lacks."""
 UNEVEN = 5
 """Candidates for which other numbers of layers are tried."""
-SCHEDULES = ("1f1b", "interleaved_1f1b", "zb1p", "zbv", "dualpipe", "dualpipev")
 CHUNKS = (2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8)
 USABLE = 0.92
@@ -53,16 +55,18 @@ def search(load: Workload, software: str | None = None) -> tuple[Estimate, ...]:
     limit = USABLE * load.device.memory_gb * 1e9
     ways = sorted(_ways(load), key=lambda pair: pair[0].seconds)
     found: dict[tuple[Layout, str], Estimate] = {}
+    left = {False: SIMULATED, True: WITH_TENSOR_PARALLELISM}
     leanest: dict[tuple[Layout, str], int] = {}
     for _, way in ways:
         key = dataclasses.replace(way.layout, chunks=None), way.schedule
-        if key in found or len(found) == SIMULATED:
+        if key in found or not left[way.layout.tp > 1]:
             continue
         exact_key = way.layout, way.schedule
         if exact_key not in leanest:
             leanest[exact_key] = memory_of(dataclasses.replace(way, micro_batch=1, recompute="full")).total
         if leanest[exact_key] <= limit and (candidate := Estimate(way, constant)).memory.total <= limit:
             found[key] = candidate
+            left[way.layout.tp > 1] -= 1
     if not found:
         (layout, _), memory = min(leanest.items(), key=itemgetter(1))
         raise ValueError(
@@ -106,8 +110,7 @@ def _variants(load: Workload) -> Iterator[Workload]:
     if one.pp == 1 and one.ep > 1:
         schedules.append(("dualpipev", None))  # it overlaps on one rank, too
     if one.pp > 1:
-        schedules = [(name, None) for name in SCHEDULES if name != "interleaved_1f1b"]
-        schedules += [("interleaved_1f1b", chunks) for chunks in CHUNKS]
+        schedules = [(name, chunks) for name in NAMES for chunks in (CHUNKS if takes_chunks(name) else (None,))]
     for (name, chunks), size in itertools.product(schedules, MICRO_BATCHES):
         changed = dataclasses.replace(
             load, schedule=name, micro_batch=size, layout=dataclasses.replace(one, chunks=chunks)

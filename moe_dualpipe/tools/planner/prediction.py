@@ -104,7 +104,7 @@ class Estimate:
         load, limit, total = self.load, self.load.device.memory_gb * 1e9, self.memory.total
         if total * (1 + MEMORY_ERROR) <= limit:
             return ""
-        if total * (1 - MEMORY_ERROR) <= limit:
+        if total <= limit * (1 + MEMORY_ERROR):
             return f"It may not fit: the prediction of memory is within {MEMORY_ERROR:.0%}."
         for kind in RECOMPUTE[RECOMPUTE.index(load.recompute) + 1 :]:
             size = memory_of(replace(load, recompute=kind)).total

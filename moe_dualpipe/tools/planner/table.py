@@ -8,6 +8,7 @@ from typing import Any
 from ...messages import plural, printable
 from ...models import PRESETS
 from ...models.shape import ModelShape
+from ...schedule import NAMES
 from ...schedule.build import check_numbers
 from ..drawing.tables import markdown
 from .layout_search import why_slower
@@ -114,36 +115,49 @@ def routing_rows(found: Estimate) -> list[dict[str, Any]]:
 
 
 def search_report(ranked: Sequence[Estimate], top: int) -> str:
-    """The ranking, with the reason why each is slower than the best, and the command that runs the best."""
-    heading = ["layout", "schedule", "micro-batch", "recompute", "step, s", "GB", "tokens/s/GPU", "slower because of",
-               "train.py"]  # fmt: skip
-    best, rows = ranked[0], [_row(one, ranked[0]) for one in ranked[:top]]
-    parts = [estimate_report(best), markdown([heading, *rows])]
-    if len(ranked) > top:
-        parts.append(f"and {len(ranked) - top} more (--top)")
-    if best.load.overlap is None and any(one.load.layout.ep > 1 for one in ranked):
-        parts.append(
-            "Of these, only dualpipe and dualpipev hide transfers of experts behind computation.\n"
+    """The ranking, with the reason why each is slower than the fastest, and the command that runs the best.
+
+    What train.py cannot run stands apart.
+    """
+    ranked = by_runnable(ranked)
+    fastest = min(ranked, key=lambda one: one.seconds)
+    kinds = [[one for one in ranked if not missing(one.load)], [one for one in ranked if missing(one.load)]]
+    parts = [estimate_report(ranked[0])]
+    for some, heading in zip(kinds, ("layout", "train.py cannot run"), strict=True):
+        if some:
+            columns = [heading, "schedule", "micro-batch", "recompute", "step, s", "GB", "tokens/s/GPU",
+                       "slower because of", *["it lacks"] * (some is kinds[1])]  # fmt: skip
+            parts.append(markdown([columns, *(_row(one, fastest) for one in some[:top])]))
+        if len(some) > top:
+            parts.append(f"and {len(some) - top} more (--top)")
+    pipelined = any(one.load.layout.pp > 1 for one in ranked)
+    tried = f"Schedules tried: {', '.join(NAMES)}." if pipelined else ""
+    if ranked[0].load.overlap is None and any(one.load.layout.ep > 1 for one in ranked):
+        tried += (
+            f"\nOf these, {', '.join(PAIRED)} hide transfers of experts behind computation.\n"
             "--overlap assumes it of all schedules, as in Megatron-LM."
         )
-    parts.append(train_command(best.load))
-    first = next((one for one in ranked if not missing(one.load)), best)
-    if first is not best:
-        parts[-1] += f". The fastest that it can run, {first.seconds:.3g} s:\n\n{train_command(first.load)}"
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, [*parts, tried.strip(), train_command(ranked[0].load)]))
 
 
-def _row(one: Estimate, best: Estimate) -> list[str]:
-    load = one.load
+def by_runnable(ranked: Sequence[Estimate]) -> list[Estimate]:
+    """What train.py can run first."""
+    return sorted(ranked, key=lambda one: bool(missing(one.load)))
+
+
+def _row(one: Estimate, fastest: Estimate) -> list[str]:
+    load, lacks = one.load, missing(one.load)
     return [
         layout_text(load.layout), load.schedule, str(load.micro_batch), load.recompute, f"{one.seconds:.3g}",
-        f"{one.memory.total / 1e9:.0f}", f"{one.tokens_per_gpu:,.0f}", why_slower(one, best),
-        f"no: {', '.join(lacks)}" if (lacks := missing(load)) else "yes",
+        f"{one.memory.total / 1e9:.0f}", f"{one.tokens_per_gpu:,.0f}", why_slower(one, fastest),
+        *([", ".join(lacks)] if lacks else []),
     ]  # fmt: skip
 
 
 def search_rows(ranked: Sequence[Estimate], top: int) -> dict[str, Any]:
-    """The JSON report."""
+    """The JSON report. What train.py can run comes first."""
+    ranked = by_runnable(ranked)
+    fastest = min(ranked, key=lambda one: one.seconds)
     return {
         "best": ranked[0].as_dict(),
         "ranked": [
@@ -153,7 +167,7 @@ def search_rows(ranked: Sequence[Estimate], top: int) -> dict[str, Any]:
                 "micro_batch": one.load.micro_batch, "recompute": one.load.recompute,
                 "layers": one.load.layers,
                 "step_time_s": one.seconds, "peak_memory_gb": one.memory.total / 1e9,
-                "slower_because": why_slower(one, ranked[0]), "train_lacks": missing(one.load),
+                "slower_because": why_slower(one, fastest), "train_lacks": missing(one.load),
             }
             for one in ranked[:top]
         ],

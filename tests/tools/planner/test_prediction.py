@@ -118,10 +118,10 @@ def test_memory_is_judged_with_its_error():
     kinds = {kind: memory_of(dataclasses.replace(SMALL, recompute=kind)).total / 1e9 for kind in ("none", "full")}
     total = kinds["none"]
     assert advice(1.01 * total * (1 + MEMORY_ERROR)) == ""
-    for share in (0.99 * (1 + MEMORY_ERROR), 1.0, 1.01 * (1 - MEMORY_ERROR)):
+    for share in (0.99 * (1 + MEMORY_ERROR), 1.0, 1.01 / (1 + MEMORY_ERROR)):
         assert advice(share * total).startswith("It may not fit: ")
     small = 1.01 * kinds["full"]
-    assert small < (1 - MEMORY_ERROR) * total
+    assert small < total / (1 + MEMORY_ERROR)
     kind = re.search(r"With --recompute (\w+), it needs ([\d.]+) GB", advice(small))
     assert kind is not None and kind[1] == "full" and float(kind[2]) == pytest.approx(kinds["full"], abs=0.06)
     assert "plan search" in advice(0.5 * kinds["full"])
