@@ -1,0 +1,76 @@
+"""docs/finetune.md, from its first command to its last, on a tiny model that transformers has made."""
+
+import io
+import json
+import re
+import shlex
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+
+from moe_dualpipe import cli
+from moe_dualpipe.checkpoint import open_model
+from moe_dualpipe.commands.train import main as train
+from moe_dualpipe.data.tokenizer import BPETokenizer
+from moe_dualpipe.inference import generate
+from tests.support.published import random_model, save, transformers_model
+
+PAGE = (Path(__file__).parents[1] / "docs" / "finetune.md").read_text()
+COMMANDS = re.findall(r"^((?:python train\.py|moe-dualpipe (?:generate|export)) .*)$", PAGE, re.MULTILINE)
+(ROW,) = re.findall(r"```json\n(.+)\n```", PAGE)
+SMALLER = {"--seq-len": "64", "--steps": "3"}
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"  # noqa: E501
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with the model and the chats, in which the commands of the page have run."""
+    folder = tmp_path_factory.mktemp("finetune")
+    content = BPETokenizer.train([ROW * 3], 270).to_json()
+    model = random_model("olmoe", vocab_size=300, eos_token_id=0)
+    save(model, folder / "OLMoE")
+    (folder / "OLMoE/tokenizer.json").write_bytes(content)
+    config = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "OLMoE/tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat.jsonl").write_text("".join(ROW.replace("Which", f"{i}. Which") + "\n" for i in range(60)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for line in dict.fromkeys(COMMANDS):  # the page shows one of them twice
+            patch.setattr("sys.stdin", io.StringIO("Which schedule?\n"))
+            words = shlex.split(line)
+            for option, value in SMALLER.items():
+                if option in words:
+                    words[words.index(option) + 1] = value
+            if words[0] == "python":
+                short = [] if "--steps" in words else ["--steps", "3", "--seq-len", "64"]
+                train([*words[2:], *short, "--sample-tokens", "0", "--batch-size", "4"])
+            else:
+                assert not cli.main([*words[1:], *(["--sample-tokens", "4"] if "generate" in words else [])]), line
+    return folder
+
+
+def test_the_page_has_commands_of_every_kind():
+    assert [line.split()[1] for line in COMMANDS].count("train.py") == 2
+    assert sum("export" in line for line in COMMANDS) >= 4 and any("--chat" in line for line in COMMANDS)
+
+
+def test_transformers_generates_the_tokens_of_the_merged_model(folder):
+    model, tokenizer = open_model(str(folder / "olmoe-chat"))
+    theirs = transformers_model(folder / "olmoe-chat", torch.float32)
+    ids = torch.tensor(tokenizer.encode("Which schedule?"))
+    ours = generate(model, [ids], 8, 64, 0.0)[0].tolist()
+    found = theirs.generate(ids[None], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert found[0, len(ids) :].tolist()[: len(ours)] == ours
+    assert (folder / "olmoe-chat/tokenizer_config.json").is_file()
+
+
+def test_peft_loads_the_adapter(folder):
+    base = transformers_model(folder / "OLMoE", torch.float32)
+    ids = torch.arange(20)[None]
+    before = base(ids).logits
+    adapted = peft.PeftModel.from_pretrained(base, folder / "olmoe-adapter")(ids).logits
+    model, _ = open_model(str(folder / "runs/olmoe-chat"))
+    expected = model(ids)
+    assert (adapted - expected).norm() < 1e-5 * expected.norm() < 1e-2 * (before - expected).norm()
