@@ -110,7 +110,10 @@ class TokenFile:
                 f"{name} has {count} {kind.name} token ids, but {printable(described.name)} says {expected}"
             )
         flags_N = None
-        if sidecar and sidecar.flags_crc32 is not None:
+        has_flags = sidecar is not None and sidecar.flags_crc32 is not None
+        if not has_flags and flags_file(path).exists():
+            raise ValueError(f"{printable(flags_file(path))} is not described beside it: prepare the chats again")
+        if has_flags:
             flags = DataFile(flags_file(path))
             if flags.size != count:
                 raise ValueError(f"{printable(flags.path)} has {flags.size} bytes for {count} tokens: prepare it again")

@@ -192,6 +192,12 @@ def test_prepared_chats_are_those_that_are_encoded_at_the_start(chats, tmp_path)
     flags.write_bytes(bytes([flags.read_bytes()[0] ^ 1]) + flags.read_bytes()[1:])
     with pytest.raises(ValueError, match=r"train.bin.flags has changed in tokens 0 to"):
         load_data(str(tmp_path / "out"), 96)
+    described = tmp_path / "out" / "train.bin.json"
+    values = json.loads(described.read_text())
+    del values["flags_crc32"]
+    described.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"train.bin.flags is not described beside it: prepare the chats again"):
+        load_data(str(tmp_path / "out"), 96)
 
 
 @pytest.mark.parametrize("row, problem", [
