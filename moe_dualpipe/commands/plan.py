@@ -54,11 +54,11 @@ class PlanOptions(JsonOption):
     ep_backend: EpBackend = "deepep"
     """How tokens are sent to experts. all_to_all: once per expert. deepep, hybrid: once per GPU or NVLink domain."""
     overlap: bool = False
-    """Hide expert transfers in every schedule, as Megatron-LM can. Otherwise only in dualpipe and dualpipev."""
+    """Hide expert transfers in every schedule, not only in pairs of actions."""
     no_overlap: bool = False
     """Hide no expert transfers."""
     max_vio: float = VIOLATION
-    """Tokens of the fullest expert of a layer, divided by the mean, minus 1. 0: all experts get the same number."""
+    """Largest load of an expert over the mean, minus 1. 0: equal loads."""
     loads: Annotated[str | None, Mark("RUN|FILE")] = None
     """Measured loads of experts, instead of --max-vio: a run, a checkpoint, or a JSON file with "loads"."""
     mtp: int | None = None
@@ -109,7 +109,7 @@ class EstimateCommand(PlanOptions):
     zero: bool = True
     """Divide the optimizer state over replicas (ZeRO-1)."""
     lora: int = 0
-    """Rank of low-rank adapters, which --lora of train.py trains. Changes the memory, but not the predicted time."""
+    """Rank of adapters (train.py --lora). Changes the memory, not the time."""
     placement: Literal["moved", "copied"] | None = None
     """With --loads: where the experts are. moved: by their loads. copied: also a copy of one on each GPU."""
     explain: bool = False

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_dualpipe.expert_parallel.placement import imbalance, in_order
-from moe_dualpipe.models.expert_loads import describe_loads
+from moe_dualpipe.models.load_statistics import describe_loads
 from moe_dualpipe.training.extensions import Update
 from moe_dualpipe.training.extensions.balance import Balancing, describe_balancing
 from tests.support.own_layers import ExpertList

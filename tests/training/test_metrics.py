@@ -17,7 +17,7 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.integrations.trackers import ID_FILE
 from moe_dualpipe.models import PRESETS, preset
 from moe_dualpipe.models.costs import train_flops_per_token
-from moe_dualpipe.models.expert_loads import load_statistics
+from moe_dualpipe.models.load_statistics import load_statistics
 from moe_dualpipe.pipeline import Numerics
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.training.config import TrainConfig

@@ -12,7 +12,7 @@ import torch
 
 from moe_dualpipe.data import load_data
 from moe_dualpipe.models import StageOptions, build_model, expert_loads, next_token_loss
-from moe_dualpipe.models.expert_loads import load_statistics
+from moe_dualpipe.models.load_statistics import load_statistics
 from moe_dualpipe.training.config import OptimizerConfig
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, settings, train

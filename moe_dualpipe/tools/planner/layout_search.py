@@ -19,7 +19,7 @@ from ...schedule.build import takes_chunks
 from .constants import find_constant
 from .prediction import Estimate
 from .segment_times import ALL
-from .stages import best_layers, memory_of
+from .stages import best_layers, full_schedule, memory_of
 from .step import StepSeconds, step_of
 from .workload import Workload, layout_of, layout_text
 
@@ -117,6 +117,7 @@ def _variants(load: Workload) -> Iterator[Workload]:
         )
         try:
             changed.check()
+            full_schedule(name, one.pp, changed.num_micro_batches, chunks)
         except ValueError:
             continue
         yield changed

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...models import ModelConfig
-from ...models.expert_loads import describe_loads, load_statistics, max_vio
+from ...models.load_statistics import describe_loads, load_statistics, max_vio
 from . import Extension, Trained, Update
 
 PERIOD = 100
