@@ -115,7 +115,7 @@ class EstimateCommand(PlanOptions):
     explain: bool = False
     """Also print what each effect adds to the step time."""
     measured: float | None = None
-    """Seconds of a step of your own run. It is compared with what others reached, and calibrates all numbers."""
+    """Seconds of a step of your own run: compared, and calibrates all numbers."""
 
     def run(self) -> None:
         check_ranges(self, 1, "tp", "pp", "vpp", "ep", "micro_batch_size", high=100_000)
