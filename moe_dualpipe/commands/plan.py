@@ -54,11 +54,11 @@ class PlanOptions(JsonOption):
     ep_backend: EpBackend = "deepep"
     """How tokens are sent to experts. all_to_all: once per expert. deepep, hybrid: once per GPU or NVLink domain."""
     overlap: bool = False
-    """Hide expert transfers in every schedule, not only in pairs of actions."""
+    """Hide expert transfers in every schedule, not only in pairs."""
     no_overlap: bool = False
     """Hide no expert transfers."""
     max_vio: float = VIOLATION
-    """Largest load of an expert over the mean, minus 1. 0: equal loads."""
+    """Largest load of an expert over the mean, minus 1."""
     loads: Annotated[str | None, Mark("RUN|FILE")] = None
     """Measured loads of experts, instead of --max-vio: a run, a checkpoint, or a JSON file with "loads"."""
     mtp: int | None = None
@@ -109,13 +109,13 @@ class EstimateCommand(PlanOptions):
     zero: bool = True
     """Divide the optimizer state over replicas (ZeRO-1)."""
     lora: int = 0
-    """Rank of adapters (train.py --lora). Changes the memory, not the time."""
+    """Rank of adapters (train.py --lora). Changes only memory."""
     placement: Literal["moved", "copied"] | None = None
     """With --loads: where the experts are. moved: by their loads. copied: also a copy of one on each GPU."""
     explain: bool = False
     """Also print what each effect adds to the step time."""
     measured: float | None = None
-    """Seconds of a step of your own run: compared, and calibrates all numbers."""
+    """Seconds of a step of your own run: calibrates all numbers."""
 
     def run(self) -> None:
         check_ranges(self, 1, "tp", "pp", "vpp", "ep", "micro_batch_size", high=100_000)
