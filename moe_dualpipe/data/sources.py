@@ -272,7 +272,8 @@ def _check_length(source: Source, seq_len: int, unit: str) -> None:
         return
     train, held_out = len(source.train), len(source.held_out)
     if min(train, held_out) < seq_len + 1:
+        shorter = min(train, held_out) - 1
         raise ValueError(
             f"too little text in --data {printable(source.name)}: {train} {unit} for training and {held_out} held out, "
-            f"but one sequence needs {seq_len + 1}; use more text or --seq-len {max(min(train, held_out) - 1, 1)}"
+            f"but one sequence needs {seq_len + 1}; use more text{f' or --seq-len {shorter}' * (shorter > 0)}"
         )

@@ -36,7 +36,8 @@ def parse(text: str | bytes, allow_nan: bool = False) -> Any:
         raise ValueError(f"it is not JSON: {error}") from None
     except json.JSONDecodeError as error:
         rest = error.doc[error.pos :].strip()
-        raise ValueError(f"it is not JSON: {error.msg}, at {quoted(rest, 40) if rest else 'its end'}") from None
+        where, what = quoted(rest, 40) if rest else "its end", error.msg.removesuffix(" at")
+        raise ValueError(f"it is not JSON: {what}, at {where}") from None
     except RecursionError:
         raise ValueError("its objects and lists are nested too deep") from None
     except UnicodeDecodeError as error:
