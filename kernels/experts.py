@@ -48,14 +48,26 @@ def experts_reference(
     weight_inside: bool, options: GroupedGemmOptions, compiled: bool = False,
 ) -> Tensor:  # fmt: skip
     """`experts` as a chain of plain operators."""
-    product: Any = GroupedLinearFunction.apply
-    z_MG = product(permute(x_ND, order, options.kernels), gate_up_EGD, order.expert_offsets, options)
+    weights = {"gate_up": gate_up_EGD, "down": down_EDF}
+
+    def product(name: str, rows: Tensor) -> Any:
+        return GroupedLinearFunction.apply(rows, weights[name], order.expert_offsets, options)
+
+    return _chain(x_ND, order, weights_NK, product, options.kernels, compiled, weight_inside)
+
+
+def _chain(
+    x_ND: Tensor, order: ExpertOrder, weights_NK: Tensor | None, product: Callable[[str, Tensor], Tensor],
+    kernels: Kernels, compiled: bool, weight_inside: bool = False, wide: bool = False,
+) -> Tensor:  # fmt: skip
+    """The steps of `experts`. product(name, rows): with the weights "gate_up" or "down". wide: SwiGLU in fp32."""
+    z_MG = product("gate_up", permute(x_ND, order, kernels))
+    z_MG = at_least_fp32(z_MG) if wide else z_MG
     h_MF = fuse(swiglu, compiled and len(z_MG) > 1, rows_vary=True)(z_MG)  # 0 or 1 rows would be another graph
     if weight_inside and weights_NK is not None:
         h_MF = (h_MF * weights_NK.flatten()[order.choice_idx_M, None]).to(h_MF.dtype)
         weights_NK = None
-    out_MD = product(h_MF, down_EDF, order.expert_offsets, options)
-    return unpermute(out_MD, order, weights_NK, options.kernels)
+    return unpermute(product("down", h_MF), order, weights_NK, kernels)
 
 
 class _ExpertsFunction(torch.autograd.Function):
@@ -164,23 +176,20 @@ def adapted_experts(
     what is added changes the pre-activation, which the fused kernels keep in registers.
     """
     _check(x_ND, gate_up_EGD, down_EDF, order)
-    grouped = GroupedGemmOptions(weight_grads, False, num_sms, kernels)
     options: dict[str, Any] = {"weight_grads": weight_grads, "num_sms": num_sms, "kernels": kernels}
-    run = fp8 and fp8_products(order, fp8, grouped, x_ND, gate_up_EGD, down_EDF, weights_NK)
-    dtype = x_ND.dtype
+    weights, dtype, run = {"gate_up": gate_up_EGD, "down": down_EDF}, x_ND.dtype, None
+    if fp8 is not None:
+        run = fp8_products(order, fp8, GroupedGemmOptions(**options), x_ND, gate_up_EGD, down_EDF, weights_NK)
 
-    def product(name: str, rows: Tensor, w_EOI: Tensor) -> Tensor:
+    def product(name: str, rows: Tensor) -> Tensor:
         narrow = rows.to(dtype)
-        y = (
-            fp8_frozen_linear(rows, w_EOI, dtype, run)
-            if run
-            else grouped_linear(narrow, w_EOI, order.expert_offsets, **options)
-        )
+        if run is None:
+            y = grouped_linear(narrow, weights[name], order.expert_offsets, **options)
+        else:
+            y = fp8_frozen_linear(rows, weights[name], dtype, run)
         return y + low_rank(name, narrow, order.expert_offsets, **options)
 
-    z_MG = product("gate_up", permute(x_ND, order, kernels), gate_up_EGD)
-    h_MF = fuse(swiglu, compiled and len(z_MG) > 1, rows_vary=True)(at_least_fp32(z_MG) if run else z_MG)
-    return unpermute(product("down", h_MF, down_EDF), order, weights_NK, kernels)
+    return _chain(x_ND, order, weights_NK, product, kernels, compiled, wide=run is not None)
 
 
 def _check(x: Tensor, gate_up: Tensor, down: Tensor, order: ExpertOrder) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from moe_dualpipe.messages import unknown_name
 
 from .config import LORA_TARGETS, LoRA, ModelConfig
-from .lora import Adapter
+from .lora import Adapter, squared_norm
 
 
 def chosen_targets(model: ModelConfig, lora: LoRA) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ def squared_norms(stages: Iterable[nn.Module]) -> torch.Tensor:
     norms = torch.zeros(len(LORA_TARGETS), 2, dtype=torch.float64)
     for layer, adapter in adapters_of(stages):
         row = norms[LORA_TARGETS.index(adapter.kind)]
-        for name, update in adapter.updates().items():
-            for i, tensor in enumerate((update, layer.get_parameter(name))):
-                row[i] += torch.linalg.vector_norm(tensor, dtype=torch.float32).double().cpu() ** 2
+        for name, pairs in adapter.pairs().items():
+            row[0] += squared_norm(pairs, adapter.scale).cpu()
+            row[1] += torch.linalg.vector_norm(layer.get_parameter(name), dtype=torch.float32).double().cpu() ** 2
     return norms

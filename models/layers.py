@@ -13,7 +13,7 @@ from moe_dualpipe.kernels.linear import linear
 from moe_dualpipe.kernels.weight_grads import WeightGrads
 
 from .config import LoRA
-from .lora import LinearAdapter
+from .lora import LinearAdapter, low_rank_update
 
 
 class Linear(nn.Module):
@@ -44,7 +44,9 @@ class Linear(nn.Module):
     def merged_weight(self) -> Tensor:
         """The weight with its adapter, [O, I]."""
         weight = self.weight
-        return weight if self.lora is None else (weight + self.lora.updates()["weight"]).to(weight.dtype)
+        if self.lora is None:
+            return weight
+        return (weight + low_rank_update(self.lora.pairs()["weight"], self.lora.scale)).to(weight.dtype)
 
 
 class SwiGLU(nn.Module):

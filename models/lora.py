@@ -51,6 +51,12 @@ def low_rank_update(pairs: Sequence[tuple[Tensor, Tensor]], scale: float) -> Ten
     return scale * torch.cat([b.to(dtype) @ a.to(dtype) for a, b in pairs], dim=-2)
 
 
+def squared_norm(pairs: Sequence[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+    """The squared norm of `low_rank_update`, from matrices of R x R alone: |B A|^2 = <B^T B, A A^T>. In fp64."""
+    grams = ((b.double().mT @ b.double()) * (a.double() @ a.double().mT) for a, b in pairs)
+    return scale**2 * torch.stack([gram.sum() for gram in grams]).sum()
+
+
 class Adapter(nn.Module):
     """What adapters share. kind: one of LORA_TARGETS. Muon leaves their matrices to AdamW (`elementwise`)."""
 
@@ -62,8 +68,8 @@ class Adapter(nn.Module):
     def elementwise(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.named_parameters())
 
-    def updates(self) -> Mapping[str, Tensor]:
-        """What merging adds to each weight, by its name in the layer."""
+    def pairs(self) -> Mapping[str, list[tuple[Tensor, Tensor]]]:
+        """The matrices A and B of each adapted weight, by its name in the layer."""
         raise NotImplementedError
 
     def dropped(self, x: Tensor) -> Tensor:
@@ -85,8 +91,8 @@ class LinearAdapter(Adapter):
         parts = [linear(linear(x, a, grads), b, grads) for a, b in zip(self.A, self.B, strict=True)]
         return self.scale * (parts[0] if len(parts) == 1 else torch.cat(parts, -1))
 
-    def updates(self) -> Mapping[str, Tensor]:
-        return {"weight": low_rank_update([*zip(self.A, self.B, strict=True)], self.scale)}
+    def pairs(self) -> Mapping[str, list[tuple[Tensor, Tensor]]]:
+        return {"weight": [*zip(self.A, self.B, strict=True)]}
 
 
 class ExpertsAdapter(Adapter):
@@ -117,8 +123,8 @@ class ExpertsAdapter(Adapter):
         low_MR = grouped_linear(self.dropped(x_MI), a, expert_offsets, **options)
         return self.scale * grouped_linear(low_MR, b, expert_offsets, **options)
 
-    def updates(self) -> Mapping[str, Tensor]:
-        return {name: low_rank_update([self.pair(name)], self.scale) for name in self.names}
+    def pairs(self) -> Mapping[str, list[tuple[Tensor, Tensor]]]:
+        return {name: [self.pair(name)] for name in self.names}
 
 
 def _random(matrix: Tensor) -> Tensor:

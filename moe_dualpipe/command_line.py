@@ -235,9 +235,9 @@ def unknown_option(kind: str, word: str, typed: Mapping[str, str]) -> str:
     name = word.lstrip("-").replace("-", "_")[:100]
     last = name.rpartition(".")[2].removeprefix("no_")
     dashed = {f"--{one}": text for one, text in typed.items()}  # a short word is nearer with its dashes
-    same = [typed[one] for one in typed if one.rpartition(".")[2] == last]
-    close = [dashed[one] for cutoff in (0.85, 0.6) for one in get_close_matches(f"--{name}", dashed, 1, cutoff)]
-    near = [typed[name]] if name in typed else [*close[: len(close) - 1], *same, *close]
+    exact, same = [name] * (name in typed), [one for one in typed if one.rpartition(".")[2] == last]
+    very_close, close = (get_close_matches(f"--{name}", dashed, 1, cutoff) for cutoff in (0.85, 0.6))
+    near = [*map(typed.get, exact), *map(dashed.get, very_close), *map(typed.get, same), *map(dashed.get, close)]
     return f"unknown {kind} {quoted(word, 60)}; {f'did you mean {near[0]}? ' if near else ''}"
 
 

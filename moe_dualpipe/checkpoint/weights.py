@@ -85,7 +85,7 @@ class SavedModel:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         entries, prefix = self._tensors.entries.items(), self._prefix
         found = {name.removeprefix(prefix): entry.shape for name, entry in entries if name.startswith(prefix)}
-        merged = {name for pairs in self.pairs.values() for pair in pairs for name in pair} if prefix else ()
+        merged = self.adapter_names if prefix else ()
         return {name: shape for name, shape in found.items() if name not in merged}
 
     @cached_property
@@ -93,6 +93,11 @@ class SavedModel:
         """The adapters of each weight, by name."""
         names = (name.removeprefix(PREFIX) for name in self._tensors.entries if name.startswith(PREFIX))
         return adapter_pairs(names) if self.adapters else {}
+
+    @cached_property
+    def adapter_names(self) -> set[str]:
+        """The matrices of all adapters, by global name."""
+        return {name for pairs in self.pairs.values() for pair in pairs for name in pair}
 
     @property
     def config(self) -> ModelConfig:
@@ -116,7 +121,7 @@ class SavedModel:
         weight = self._tensors.read(self._prefix + name)
         if not self._prefix or name not in self.pairs:
             return weight
-        pairs, update = self.read_pairs(name), None
+        pairs, update = [(self.adapter(a), self.adapter(b)) for a, b in self.pairs[name]], None
         assert self.adapters
         if all(a.ndim == b.ndim == 2 and len(a) == b.shape[1] for a, b in pairs):
             update = low_rank_update(pairs, self.adapters.lora.scale)
@@ -125,14 +130,12 @@ class SavedModel:
         self.update_norms[name] = update.norm().item()
         return weight + update
 
-    def stored_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a stored tensor, also of an adapter."""
-        return self._tensors.entries[PREFIX + name].shape
+    def adapter(self, name: str) -> Tensor:
+        """A matrix of an adapter, by its global name."""
+        return self._tensors.read(PREFIX + name)
 
-    def read_pairs(self, name: str) -> list[tuple[Tensor, Tensor]]:
-        """The matrices A and B of each adapter of a weight."""
-        a_and_b = [self._tensors.read(PREFIX + matrix) for pair in self.pairs[name] for matrix in pair]
-        return [*zip(a_and_b[::2], a_and_b[1::2], strict=True)]
+    def adapter_shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors.entries[PREFIX + name].shape
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
         """Read into tensors of the same shapes. Raises ValueError if they cannot be read."""

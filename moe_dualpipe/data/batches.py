@@ -57,7 +57,7 @@ class TextData:
     sources: tuple[Source, ...]
     tokenizer: Tokenizer = BYTES
     document_mask: bool = False
-    """Whether batches have the numbers of documents, also of text. The token after the end of one is no label."""
+    """Number the documents of text, too, and ignore the label of the token that ends a document."""
     has_held_out: ClassVar[bool] = True
     last: ClassVar[tuple[()]] = ()
     """Nothing to compare between ranks: batches are a function of the seed and the step."""

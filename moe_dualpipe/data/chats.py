@@ -286,7 +286,7 @@ class ChatOptions:
         """The text of a chat, and its ranges of characters to train on. Raises ValueError, with its place."""
         if self.template is None:
             raise ValueError(
-                f"{chat.place}: this row is a chat, and there is no chat template: name one with --set "
+                f"{chat.place}: this row is a chat, but the model has no chat template: use --set "
                 "batch.chat_template=FILE (train.py) or --chat-template FILE (data prepare, eval)"
             )
         if self.train_on == "all":
@@ -295,7 +295,7 @@ class ChatOptions:
         else:
             text, parts = self.template.parts(chat)
             if not parts:
-                raise ValueError(f"{chat.place}: there is no message of the assistant, so there is nothing to train on")
+                raise ValueError(f"{chat.place}: no message has the role assistant, so there is nothing to train on")
         self.template.check_messages(chat, text)
         return text, parts
 

@@ -81,9 +81,9 @@ def step_labels(
     """What the labels and documents of `batch`, of whole sequences, say. context: this rank runs only its positions.
 
     micro_batch: its number of sequences. num_labels: the number of labels of depth 0 on all data-parallel ranks; None:
-    count them. routers: whether routers need the positions of documents, also without padding. Raises ValueError, on
-    all ranks, if there is no label. Not collective without documents if `num_labels` is the number of all positions,
-    unless depths are asked for in a context.
+    count them. routers: whether routers need the positions of documents, also without padding. Collective, unless all
+    positions are labels by `num_labels`, the batch has no documents, and no depths are asked for in a context. Raises
+    ValueError, on all ranks, if the batch has no label.
     """
     labels_RS, documents_RS = batch.labels, batch.documents
     sequences, length = labels_RS.shape

@@ -201,7 +201,7 @@ def test_prepared_chats_are_those_that_are_encoded_at_the_start(chats, tmp_path)
 
 
 @pytest.mark.parametrize("row, problem", [
-    ('{"messages": [{"role": "user", "content": "a"}]}', ":81: there is no message of the assistant"),
+    ('{"messages": [{"role": "user", "content": "a"}]}', ":81: no message has the role assistant"),
     ('{"text": "a"}', "rows with chats and rows with text"), ('{"prompt": "a"}', ":81: no field 'text'"),
 ])  # fmt: skip
 def test_a_wrong_row_is_named(chats, row, problem):

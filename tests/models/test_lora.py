@@ -8,8 +8,10 @@ import torch
 
 from moe_dualpipe.checkpoint import global_weights
 from moe_dualpipe.checkpoint.adapters import adapter_pairs
+from moe_dualpipe.checkpoint.huggingface.peft import kind_of
 from moe_dualpipe.kernels.fp8 import RECIPES
 from moe_dualpipe.models import RECOMPUTE, StageOptions, build_model
+from moe_dualpipe.models.adapters import squared_norms
 from moe_dualpipe.models.config import LORA_TARGETS, LoRA
 from moe_dualpipe.models.costs import shape_of
 from moe_dualpipe.pipeline.settings import Parallel
@@ -152,3 +154,15 @@ def test_the_parameters_of_adapters_are_counted(config, targets):
 def test_a_target_that_trains_nothing_is_refused(changes, target, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         build_model(replace(MODEL, **changes), options=StageOptions(lora=LoRA(2, targets=(target,))))
+
+
+@pytest.mark.parametrize("config", [MODEL, MLA], ids=["gqa", "mla"])
+def test_the_norms_of_updates_are_those_of_what_merging_adds(config):
+    model = model_of(config)
+    before, after = global_weights(model), global_weights(merged(model))
+    expected = dict.fromkeys(LORA_TARGETS, 0.0)
+    for name, weight in after.items():
+        if kind := kind_of(name) if name.startswith("layers.") else "":
+            expected[kind] += (weight - before[name]).square().sum().item()
+    found = squared_norms([model])[:, 0].tolist()
+    assert found == pytest.approx([*expected.values()], rel=1e-9) and all(found)

@@ -171,7 +171,8 @@ def test_validation_and_samples_have_no_dropout_and_restore_the_modes(tmp_path):
 
 def watched(loads_PLE, **model):
     """The notes of steps with these loads, by step."""
-    balance = SimpleNamespace(rows={1: 0, 2: 1}, rate=0.003, after_step=lambda *_, **__: {})
+    rows = {layer + 1: layer for layer in range(loads_PLE.shape[1])}
+    balance = SimpleNamespace(rows=rows, rate=0.003, after_step=lambda *_, **__: {})
     config = SimpleNamespace(model=dataclasses.replace(MODEL, **model))
     balancing = Balancing(SimpleNamespace(balance=balance, device=None, config=config))
     notes = {}
@@ -215,6 +216,10 @@ def test_a_group_of_experts_that_stays_empty_is_reported():
     message = "group 1 of the experts of layer 2 got no token in 100 steps; use --set model.sequence_loss=0.001"
     assert watched(loads, expert_groups=2) == {120: [f"step 120: {message}"]}
     assert not watched(loads)  # without groups, a router may leave an expert out
+
+
+def test_a_long_run_of_a_dense_model_has_no_loads_to_report():
+    assert not watched(torch.zeros(150, 0, 4, dtype=torch.int64))
 
 
 def test_loads_are_described_in_one_line():

@@ -12,19 +12,7 @@ from .published import CONFIG_FILE, PublishedModel, from_pretrained
 from .save import DTYPES, ExportPlan, plan_checkpoint_export, save_pretrained
 
 __all__ = [
-    "ARCHITECTURES",
-    "CONFIG_FILE",
-    "DTYPES",
-    "AdapterPlan",
-    "ExportPlan",
-    "PublishedModel",
-    "companion_files",
-    "find_architecture",
-    "fp8_file",
-    "from_pretrained",
-    "plan_adapter_export",
-    "plan_checkpoint_export",
-    "read_config",
-    "save_pretrained",
-    "write_config",
+    "ARCHITECTURES", "CONFIG_FILE", "DTYPES", "AdapterPlan", "ExportPlan", "PublishedModel", "companion_files",
+    "find_architecture", "fp8_file", "from_pretrained", "plan_adapter_export", "plan_checkpoint_export", "read_config",
+    "save_pretrained", "write_config",
 ]  # fmt: skip

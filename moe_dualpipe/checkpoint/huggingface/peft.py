@@ -132,23 +132,15 @@ class AdapterPlan:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the file, in fp32."""
-        weights = {name: weight for weight, pairs in self.saved.pairs.items() for pair in pairs for name in pair}
-        read: dict[str, dict[str, Tensor]] = {}
         of_key: dict[str, list[tuple[AdapterKey, Tensor]]] = {}
         for key in self.keys:
-            weight = weights[key.name]
-            if weight not in read:
-                names = [name for pair in self.saved.pairs[weight] for name in pair]
-                matrices = [matrix for pair in self.saved.read_pairs(weight) for matrix in pair]
-                read[weight] = dict(zip(names, matrices, strict=True))
-            of_key.setdefault(key.key, []).append((key, read[weight][key.name].float()))
+            of_key.setdefault(key.key, []).append((key, self.saved.adapter(key.name).float()))
         return {name: _to_peft(parts) for name, parts in of_key.items()}
 
     @property
     def sizes(self) -> dict[str, int]:
         """Bytes of each adapter, by its name in this model."""
-        weights = {name for pairs in self.saved.pairs.values() for pair in pairs for name in pair}
-        return {name: 4 * math.prod(self.saved.stored_shape(name)) for name in weights}
+        return {name: 4 * math.prod(self.saved.adapter_shape(name)) for name in self.saved.adapter_names}
 
     def describe_loss(self) -> str:
         """Adapters are written in fp32: nothing is lost."""
@@ -171,8 +163,7 @@ def plan_adapter_export(checkpoint: Path) -> AdapterPlan:
     saved = SavedModel(checkpoint)
     if saved.adapters is None:
         raise ValueError(f"{printable(checkpoint)} has no adapters: its run was trained without --lora")
-    stored = {name for pairs in saved.pairs.values() for pair in pairs for name in pair}
-    layout = layout_of(saved.config, companions_of(checkpoint))
+    layout, stored = layout_of(saved.config, companions_of(checkpoint)), saved.adapter_names
     keys = [key for key in adapter_keys(layout) if key.name in stored]
     return AdapterPlan(saved, layout, keys)
 
@@ -195,7 +186,7 @@ class PeftAdapter:
     """
 
     def __init__(self, folder: Path, model: ModelConfig, companions: Mapping[str, str]):
-        self.where = folder
+        self.where, self._num_experts = folder, model.num_experts
         config = read_named(folder / CONFIG_FILE, dict)
         where = printable(folder / CONFIG_FILE)
         wrong = next((key for key in _REFUSED if config.get(key)), "")
@@ -231,9 +222,13 @@ class PeftAdapter:
         return zlib.crc32(repr(described).encode())
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            key = self._keys[name]
-            tensor.copy_(self._matrix(key, read_entry(self._entries[key.key], self._status)))
+        of_key: dict[str, list[str]] = {}
+        for name in tensors:
+            of_key.setdefault(self._keys[name].key, []).append(name)
+        for key, names in of_key.items():
+            stored = read_entry(self._entries[key], self._status)  # may have the matrices of all experts
+            for name in names:
+                tensors[name].copy_(self._matrix(self._keys[name], stored))
 
     def close(self) -> None:
         pass
@@ -247,7 +242,7 @@ class PeftAdapter:
         if key.expert is None:
             return stored if key.matrix == "A" or stored.is_meta else key.part.from_published(stored)
         experts = stored.shape[dim] // rank
-        if key.expert >= experts:
+        if experts != self._num_experts:
             raise ValueError(f"{printable(self.where)}: {key.key} has {experts} experts")
         if key.matrix == "A":
             return rearrange(stored, "(e r) i -> e r i", r=rank)[key.expert]

@@ -19,29 +19,37 @@ class Balancing(Extension):
     def __init__(self, trainer: Trained):
         self.balance, self.device, self.model = trainer.balance, trainer.device, trainer.config.model
         self._recent: deque[Tensor] = deque(maxlen=PERIOD)
+        self._vio: deque[Tensor] = deque(maxlen=PERIOD)
+        self._total_LE: Tensor | None = None  # of the recent steps
         self._warned = False
 
     def after_update(self, update: Update) -> None:
         update.record |= load_statistics(update.loads_LE)
         update.record |= self.balance.after_step(update.loads_LE, self.device, move=update.finite)
-        self._recent.append(update.loads_LE)
+        self._add(update.loads_LE)
         if not self._warned and len(self._recent) == PERIOD and (fault := self._collapse()):
             self._warned = True
             update.notes.append(f"step {update.step + 1}: {fault}; {self._advice()}")
 
     def describe(self) -> str:
         """The loads of the last steps in one line; "" without experts."""
-        return describe_loads([*self.balance.rows], torch.stack([*self._recent]).sum(0)) if self._recent else ""
+        return "" if self._total_LE is None else describe_loads([*self.balance.rows], self._total_LE)
+
+    def _add(self, load_LE: Tensor) -> None:
+        """Keep the loads of a step, in the time of one step: this runs in each."""
+        oldest = self._recent[0] if len(self._recent) == PERIOD else 0
+        self._total_LE = load_LE - oldest if self._total_LE is None else self._total_LE + load_LE - oldest
+        self._recent.append(load_LE)
+        self._vio.append(max_vio(load_LE))
 
     def _collapse(self) -> str:
-        load_PLE = torch.stack([*self._recent]).float()
-        groups = self.model.expert_groups
-        empty_LG = load_PLE.sum(0).unflatten(1, (groups, -1)).sum(2) == 0
-        layers = [*self.balance.rows]
-        if load_PLE.any() and empty_LG.any():
+        assert self._total_LE is not None
+        groups, layers = self.model.expert_groups, [*self.balance.rows]
+        empty_LG = self._total_LE.unflatten(1, (groups, -1)).sum(2) == 0
+        if self._total_LE.any() and empty_LG.any():
             layer, group = empty_LG.nonzero()[0].tolist()
             return f"group {group} of the experts of layer {layers[layer]} got no token in {PERIOD} steps"
-        means_WL = max_vio(load_PLE).view(WINDOWS, -1, len(layers)).mean(1)
+        means_WL = torch.stack([*self._vio]).unflatten(0, (WINDOWS, -1)).mean(1)
         grows_L = (means_WL.diff(dim=0) > 0).all(0)
         if grows_L.any():
             worst = int((means_WL[-1] * grows_L).argmax())
