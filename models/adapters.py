@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
+from moe_dualpipe.kernels.linear import at_least_fp32
 from moe_dualpipe.messages import unknown_name
 
 from .config import LORA_TARGETS, LoRA, ModelConfig
@@ -89,5 +90,5 @@ def squared_norms(stages: Iterable[nn.Module]) -> torch.Tensor:
         row = norms[LORA_TARGETS.index(adapter.kind)]
         for name, pairs in adapter.pairs().items():
             row[0] += squared_norm(pairs, adapter.scale).cpu()
-            row[1] += torch.linalg.vector_norm(layer.get_parameter(name), dtype=torch.float32).double().cpu() ** 2
+            row[1] += torch.linalg.vector_norm(at_least_fp32(layer.get_parameter(name))).double().cpu() ** 2
     return norms
