@@ -135,7 +135,8 @@ class BatchConfig:
     replay_routes: str | None = None
     """Train with the experts in this folder or file, instead of those that the router chooses."""
     micro_batch_size: int | None = None
-    """Sequences per micro-batch. None: 2, or 1 if the schedule needs more micro-batches; as a CSV file needs."""
+    """Sequences per micro-batch. None: 2, or 1 if the schedule needs more micro-batches; as a CSV file needs.
+    In one process, None is the whole batch, if it has at most 16,384 tokens and fits into memory."""
 
 
 @dataclass(frozen=True, slots=True)

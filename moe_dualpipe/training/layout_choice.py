@@ -22,6 +22,8 @@ from .config import TrainConfig
 
 DEFAULT_SIZE = 2
 """Sequences of a micro-batch, unless the schedule needs more micro-batches."""
+WHOLE_BATCH_TOKENS = 16_384
+"""One process overlaps nothing, so its micro-batches are as large as the batch, up to this number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ def choose(
     if is_file_name(config.parallel.schedule):
         _read(config.parallel.schedule)  # an invalid file is an error in every layout
     try:
-        asked = _asked(config, processes)
+        asked = _asked(config, processes, problem)
         why = problem(asked)
     except ValueError as error:
         why = without_suggestions(str(error))
@@ -69,7 +71,7 @@ def choose(
     raise ValueError(with_suggestions(why, [_typed(config, best, processes)] if best else []))
 
 
-def _asked(config: TrainConfig, processes: int) -> Choice:
+def _asked(config: TrainConfig, processes: int, problem: Callable[[Choice], str]) -> Choice:
     parallel, typed, whole = config.parallel, config.batch.micro_batch_size, plural(processes, "process", "es")
     check_ep(parallel.ep, config.model.num_experts)
     for option, ranks in (("--pp", parallel.pp), ("--cp", parallel.cp), ("--ep", parallel.ep)):
@@ -81,10 +83,21 @@ def _asked(config: TrainConfig, processes: int) -> Choice:
     check_ep(layout.ep, config.model.num_experts, layout.replicas, f" ({whole} / {plural(pp, 'pipeline rank')})")
     if not typed and is_file_name(parallel.schedule):
         typed = config.batch.batch_size // layout.dp // _read(parallel.schedule).num_micro_batches
-    elif not typed:
+    for size in [] if typed else _default_sizes(config, layout):
         with suppress(ValueError):
-            return _choice(config, layout, parallel.schedule, DEFAULT_SIZE)
+            choice = _choice(config, layout, parallel.schedule, size)
+            if size == DEFAULT_SIZE or not problem(choice):
+                return choice
     return _choice(config, layout, parallel.schedule, typed or 1)
+
+
+def _default_sizes(config: TrainConfig, layout: Layout) -> list[int]:
+    """The sizes of a micro-batch to try, best first."""
+    batch = config.batch
+    if layout.num_ranks > 1 or config.parallel.schedule != "auto":
+        return [DEFAULT_SIZE]
+    most = WHOLE_BATCH_TOKENS // batch.seq_len
+    return [*(size for size in reversed(divisors(batch.batch_size)) if DEFAULT_SIZE < size <= most), DEFAULT_SIZE]
 
 
 def _typed(config: TrainConfig, choice: Choice, processes: int) -> str:

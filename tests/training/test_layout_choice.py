@@ -86,10 +86,21 @@ def test_a_choice_keeps_the_batch_can_run_and_is_the_nearest(config, processes):
         assert choose(config, processes) == found and (layout.pp, layout.ep) == (pp, ep)
 
 
-def test_one_process_takes_any_number_of_micro_batches():
-    for size in (1, 2):
-        found = choose(asking(pp=1, ep=1, batch_size=size, micro_batch_size=None), 1)
-        assert (found.name, found.schedule.num_micro_batches, found.micro_batch_size) == ("1f1b", 1, size)
+@pytest.mark.parametrize(
+    ("batch", "seq_len", "free", "size"), [
+        (1, 8, 99, 1), (2, 8, 99, 2), (48, 8, 99, 48), (48, 1024, 99, 16), (6, 16384, 99, 2), (48, 8, 20, 16),
+        (48, 8, 3, 3),
+    ],
+)  # fmt: skip
+def test_one_process_has_no_micro_batches_that_it_does_not_need(batch, seq_len, free, size):
+    """free: the largest micro-batch that fits into memory."""
+    config = asking(pp=1, ep=1, batch_size=batch, seq_len=seq_len, micro_batch_size=None)
+    found = choose(config, 1, problem=lambda choice: "too large" * (choice.micro_batch_size > free))
+    assert (found.name, found.schedule.num_micro_batches, found.micro_batch_size) == ("1f1b", batch // size, size)
+
+
+def test_one_process_takes_a_number_of_micro_batches_that_was_typed():
+    assert choose(asking(pp=1, ep=1, micro_batch_size=3), 1).schedule.num_micro_batches == 16
     assert choose(asking(pp=1, ep=2), 2).name == "dualpipev"
 
 
