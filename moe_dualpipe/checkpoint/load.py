@@ -68,7 +68,9 @@ def find_checkpoint(path: str, warn: Callable[[str], None] | None = None, newest
         faults.append(f"{candidate}: {fault}")
     if faults:
         raise ValueError(f"all checkpoints in {path} are broken: {'; '.join(faults)}")
-    raise ValueError(f"no checkpoint in {path}: give the folder of a run or of a checkpoint")
+    missing = stores.url_of(given) is None and not given.exists()
+    why = "there is no such file or folder" if missing else "give the folder of a run or of a checkpoint"
+    raise ValueError(f"no checkpoint in {path}: {why}")
 
 
 def _find_fault(checkpoint: Path) -> str:
