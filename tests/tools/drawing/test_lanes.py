@@ -26,6 +26,7 @@ from moe_dualpipe.tools.profiler.pictures.lanes import (
     HIDDEN,
     MAX_PICTURES,
     PIXELS,
+    fitting,
     lanes_figure,
     save_lanes,
 )
@@ -243,3 +244,15 @@ def test_traces_with_odd_names(tmp_path, capsys, suffix):
     else:
         names = {event["name"] for event in json.loads(out.read_text())["traceEvents"]}
         assert {ODD, "thread_name"} <= names
+
+
+def test_a_label_is_as_long_as_its_box_allows():
+    found = [fitting("dispatch(F)", inches) for inches in (0.9, 0.7, 0.5, 0.2, 0.02)]
+    assert found[:2] == ["dispatch(F)", "dispatch"] and found[3:] == ["F", ""]
+    assert found[2].endswith("…") and "dispatch".startswith(found[2][:-1])
+    assert fitting("ncclKernel", 0.2) == ""  # it has no letter
+
+
+def test_work_of_several_streams_under_one_name_has_one_label(tmp_path):
+    work = [("a", 0, 500, "mlp(W)", "1"), ("b", 490, 900, "mlp(W)", "2"), ("c", 901, 1000, "mlp(F)", "1")]
+    assert [text for text in texts(tmp_path, picture(*work)) if text.startswith("mlp")] == ["mlp(W)", "mlp(F)"]

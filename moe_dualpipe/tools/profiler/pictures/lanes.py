@@ -11,6 +11,7 @@ exposed communication: the more of a pixel is exposed, the stronger.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from ..communication import Kind
 from ..intervals import Intervals, as_intervals, length_before, union
 from ..kernel_names import shortened
 from .perfetto import write_perfetto
-from .picture import LANES, Picture, Work, runs
+from .picture import LANES, Picture, Work, WorkRun, runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +48,7 @@ COLORS |= {OTHER: "#cccccc", HIDDEN: "#3399cc", COPIES: "#ee8866", EXPOSED: "#cc
 """In the order of the legend."""
 _STYLES = [*COLORS]
 _FONT = 9  # points: the text is 11 pixels high in an image 800 pixels wide
-_LANE_INCHES, _LETTER_INCHES = 7.7, 0.68 * _FONT / 72
+_LANE_INCHES = 7.7
 _SPACE, _STRIP = 0.14, 0.1
 
 
@@ -139,14 +140,36 @@ def _add_pixels(axes: "Axes", styles: np.ndarray, opacity: np.ndarray, end: floa
 
 def _add_labels(axes: "Axes", picture: Picture, work: Sequence[Work], end: float, bottom: float, top: float) -> None:
     """Name the phases or kernels of one lane, where a name fits; shorten long ones."""
-    inch = end / _LANE_INCHES
-    for start, until, name in runs(work, end / 400):
+    inch, boxes = end / _LANE_INCHES, list[WorkRun]()
+    for run in sorted(runs(work, end / 400)):  # those of other streams, too, are one box
+        if boxes and boxes[-1].name == run.name and run.start - boxes[-1].end <= end / 400:
+            run = run._replace(start=boxes[-1].start, end=max(boxes.pop().end, run.end))
+        boxes.append(run)
+    for start, until, name in boxes:
         if until - start > 0.1 * inch:
             axes.vlines((start + picture.shift_us) / 1e3, bottom, top, "white", linewidth=0.8)
-        text = shortened(name, int((until - start) / inch / _LETTER_INCHES))
-        if text:
+        if text := fitting(name, (until - start) / inch):
             middle = ((start + until) / 2 + picture.shift_us) / 1e3
             axes.text(middle, (bottom + top) / 2, plain_text(text), ha="center", va="center", fontsize=_FONT)
+
+
+def fitting(name: str, inches: float) -> str:
+    """The longest of these that fits: the name, without its letter, its beginning, and its letter; or "".
+
+    The color of a segment tells its letter, too: "dispatch(F)", "dispatch", "dispa…", "F".
+    """
+    letter = letter_of(name) or ""
+    base = name.removesuffix(f"({letter})")
+    beginnings = (shortened(base, letters) for letters in range(len(base), 2, -1))
+    return next((text for text in (name, *beginnings, letter) if text and _inches(text) <= inches), "")
+
+
+@cache
+def _inches(text: str) -> float:
+    """The width of a text, with some space beside it."""
+    from matplotlib.textpath import TextPath
+
+    return (TextPath((0, 0), plain_text(text), size=_FONT).get_extents().width + 1.5) / 72
 
 
 def _add_legend(figure: "Figure", seen: set[str]) -> None:
