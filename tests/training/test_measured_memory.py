@@ -42,7 +42,7 @@ def check(tmp_path, num_ranks, *changes, model=MODEL):
     for each, ranks in zip(changes, zip(*by_rank, strict=True), strict=True):
         most = max(used for _, used in ranks)
         assert max(predicted for predicted, _ in ranks) == pytest.approx(most, rel=0.05), each
-        # The rank that needs the most decides whether a run fits. Others with both ends of the model are up to 6% too high.
+        # The rank that needs the most decides whether a run fits. Ranks with both ends of the model are up to 6% high.
         for predicted, used in ranks:
             assert used / most - 0.05 < predicted / most < used / most + 0.10, each
 
