@@ -24,7 +24,7 @@ class Moves:
     after: float
 
     def __str__(self) -> str:
-        had = f"the fullest of {self.placement.num_gpus} ranks had {self.before:.2f} times the mean load"
+        had = f"the busiest of {self.placement.num_gpus} ranks had {self.before:.2f} times the mean load"
         if not self.moved:
             return f"no expert moved: {had}"
         return f"{plural(self.moved, 'expert')} moved: {had}, and would have had {self.after:.2f}"

@@ -50,7 +50,7 @@ def open_spread(
         ratios = imbalance(placement.gpu_loads(loads))
         sys.stderr.write(
             f"{slots} slots for {config.num_experts} experts on {world.size} processes: with the loads of training, "
-            f"the fullest has {sum(ratios) / len(ratios):.2f} times the mean\n"
+            f"the busiest has {sum(ratios) / len(ratios):.2f} times the mean\n"
         )
     dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
     group = create_group(nccl=EXPERTS)

@@ -56,7 +56,7 @@ class Console:
                 print(text, flush=True)
 
     def introduce(self, dense: float, experts: float, trained: float, state_mb: float) -> None:
-        """dense, experts, trained: numbers of parameters. state_mb: optimizer state of the fullest rank in MB."""
+        """dense, experts, trained: numbers of parameters. state_mb: optimizer state in MB, where it is largest."""
         run, config, layout, numerics = self.run, self.config, self.run.layout, self.run.numerics
         active = dense + experts * config.model.experts_per_token / config.model.num_experts
         triton = numerics.options.kernels == "triton"
@@ -74,7 +74,7 @@ class Console:
             f"{f', {fp8} in FP8 ({compute.fp8_recipe})' if fp8 != 'off' else ''}"
             f"{COMPILED[compute.compile]}{', CUDA graphs' if compute.cuda_graphs else ''}",
             *([run.machines] if run.machines else []),
-            f"{config.optim.name}: {state_mb:,.1f} MB of optimizer state on the fullest rank",
+            f"{config.optim.name}: {state_mb:,.1f} MB of optimizer state on the rank that needs the most",
         ]
         if balancing := describe_balancing(config.model, 0.0 if config.lora.rank else config.bias_rate):
             lines.append(balancing)

@@ -166,7 +166,7 @@ def _finish(trainer: Trainer, console: Console, saving: Saving, before: float | 
         updates = ", ".join(f"{kind} {size:.2%}" for kind, size in trainer.relative_updates().items())
         console.say(f"adapters, relative to the weights that they adapt: {updates}")
     peak = trainer.largest(peak_memory_mb(trainer.device))
-    console.say(f"peak memory: {peak:,.0f} MB of the whole process, on the fullest rank")
+    console.say(f"peak memory: {peak:,.0f} MB of the whole process, on the rank that needs the most")
     if trainer.device.type == "cuda":
         console.say(trainer.pipeline.gpu_choices())
     trainer.agree_to_stop()  # a rank may have been asked to during the validation

@@ -59,7 +59,7 @@ def memory_line(config: TrainConfig, choice: Choice, dtype: torch.dtype, device:
     except ValueError:
         return ""
     parts = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in needs.parts().items())
-    return f"memory of a step: {needs.total / 2**20:,.1f} MB on the fullest rank ({parts})"
+    return f"memory of a step: {needs.total / 2**20:,.1f} MB on the rank that needs the most ({parts})"
 
 
 def memory_problem(

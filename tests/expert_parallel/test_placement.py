@@ -90,8 +90,8 @@ def test_only_layers_that_gain_enough_change():
     before, after = (imbalance(one.gpu_loads(UNEVEN)) for one in (old, moves.placement))
     assert (moves.before, moves.after) == (sum(before) / 2, sum(after) / 2) and after[0] < 0.8 * before[0]
     assert plan_moves(old, UNEVEN, 1 - after[0] / before[0]).moved == 0  # it must fall by more
-    assert str(moves) == "4 experts moved: the fullest of 4 ranks had 1.70 times the mean load, and would have had 1.27"
-    assert str(plan_moves(old, UNEVEN, 0.5)) == "no expert moved: the fullest of 4 ranks had 1.70 times the mean load"
+    assert str(moves) == "4 experts moved: the busiest of 4 ranks had 1.70 times the mean load, and would have had 1.27"
+    assert str(plan_moves(old, UNEVEN, 0.5)) == "no expert moved: the busiest of 4 ranks had 1.70 times the mean load"
 
 
 def test_ranks_and_slots_are_numbered_so_that_experts_stay():

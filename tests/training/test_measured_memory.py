@@ -40,11 +40,11 @@ def check(tmp_path, num_ranks, *changes, model=MODEL):
     )
     by_rank = run_ranks(num_ranks, memory_of_a_rank, [change(base, **each) for each in changes])
     for each, ranks in zip(changes, zip(*by_rank, strict=True), strict=True):
-        fullest = max(used for _, used in ranks)
-        assert max(predicted for predicted, _ in ranks) == pytest.approx(fullest, rel=0.05), each
-        # The fullest rank decides whether a run fits. Others that hold both ends of the model are up to 6% too high.
+        most = max(used for _, used in ranks)
+        assert max(predicted for predicted, _ in ranks) == pytest.approx(most, rel=0.05), each
+        # The rank that needs the most decides whether a run fits. Ranks with both ends of the model are up to 6% high.
         for predicted, used in ranks:
-            assert used / fullest - 0.05 < predicted / fullest < used / fullest + 0.10, each
+            assert used / most - 0.05 < predicted / most < used / most + 0.10, each
 
 
 def test_two_ranks_use_what_is_predicted(tmp_path):

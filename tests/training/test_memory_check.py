@@ -90,7 +90,7 @@ def test_the_optimizer_has_one_moment_or_two_and_fp32_weights(name, each):
     run = run_of(config_of(optim=OptimizerConfig(name)), dtype=torch.bfloat16)
     needs = largest(*run)
     assert needs.optimizer == each * needs.gradients // 4
-    assert f"{needs.total / 2**20:,.1f} MB on the fullest rank (weights " in memory_line(*run)
+    assert f"{needs.total / 2**20:,.1f} MB on the rank that needs the most (weights " in memory_line(*run)
 
 
 @pytest.mark.parametrize(

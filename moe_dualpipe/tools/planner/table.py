@@ -101,11 +101,11 @@ def routing_report(found: Estimate) -> str:
     source = f"assumed, MaxVio {load.violation:g}"
     if load.loads is not None:
         source = f"loads of {plural(len(load.loads.layers), 'layer')} from {printable(load.loads.source)}"
-    rows = [["experts", "fullest / mean", "step, s", "change"]]
+    rows = [["experts", "max / mean", "step, s", "change"]]
     for row in routing_rows(found):
         change = row["step_time_s"] / found.seconds - 1
         rows.append([row["experts"], f"{row['expert_imbalance']:.2f}", f"{row['step_time_s']:.3g}", f"{change:+.1%}"])
-    return f"Routing: {source}. Load of the fullest of {plural(load.layout.ep, 'rank')}:\n\n{markdown(rows)}"
+    return f"Routing: {source}. Largest load of {plural(load.layout.ep, 'rank')}:\n\n{markdown(rows)}"
 
 
 def routing_rows(found: Estimate) -> list[dict[str, Any]]:

@@ -233,14 +233,14 @@ def of_ranks(rows):
     return with_loads([[load for load in row for _ in range(EXPERTS // RANKS)] for row in rows])
 
 
-def test_the_fullest_rank_is_the_one_that_gets_the_most_over_all_layers():
+def test_the_most_loaded_rank_is_the_one_that_gets_the_most_over_all_layers():
     rows = uneven(0, LAYERS, RANKS)
     most = max(sum(row[rank] * RANKS / sum(row) for row in rows) / LAYERS for rank in range(RANKS))
     batch = MicroBatch(1, 4096, ep=RANKS, load=most)
     schedule, stages = full_schedule("1f1b", 4, 32), BASE.stages
     expected = max(rank.total for rank in peak_memory(BASE.shape, schedule, batch, stages, 8))
     assert expected > memory_of(BASE).total and memory_of(of_ranks(rows)).total == pytest.approx(expected, rel=1e-9)
-    # Ranks that take turns are no fuller than others, although each layer has a fullest one.
+    # Ranks that take turns are no fuller than others, although each layer has one with the most.
     turns = [[13 if rank == layer % RANKS else 10 for rank in range(RANKS)] for layer in range(LAYERS)]
     assert memory_of(of_ranks(turns)).total == pytest.approx(memory_of(BASE).total, rel=1e-9)
 
