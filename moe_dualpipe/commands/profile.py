@@ -59,7 +59,7 @@ class ProfileAnalyze(TraceOptions):
         paths, steps = trace_paths(self.traces), parse_steps(self.steps)
         if self.out is not None and self.out.resolve() in [path.resolve() for path in paths]:
             raise ValueError(f"--out {printable(self.out)} is one of the traces: choose another name")
-        found = analyze_files(paths, names, self.out is not None, steps)
+        found = analyze_files(paths, names, steps)
         for file, sentences in found.remarks.items():
             print(f"{printable(file)}: {'; '.join(sentences)}", file=sys.stderr)
         if self.out is not None:

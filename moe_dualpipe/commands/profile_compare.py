@@ -26,7 +26,7 @@ class ProfileCompare(TraceOptions):
     def run(self) -> None:
         names, steps = self.names(), parse_steps(self.steps)
         paths = [trace_paths([argument]) for argument in (self.a, self.b)]
-        both = [analyze_files(files, names, pictures=False, steps=steps, causes=False) for files in paths]
+        both = [analyze_files(files, names, steps, causes=False) for files in paths]
         devices = [device for files in both for device in files.devices]
         sentences = [
             f"{printable(one.path)}: {text}" for one in devices for text in (*one.remarks, one.left_out) if text

@@ -106,9 +106,10 @@ class Measurement:
         phase = max(device.analysis.phases, key=lambda phase: phase.exposed_comm_us, default=None)
         if phase is None or phase.exposed_comm_us < 0.01 * device.analysis.comm_us:
             return ""
-        sent = union(intervals_of(one.event for one in device.work if one.kind == "comm" and one.phase == phase.name))
+        work = device.work()
+        sent = union(intervals_of(one.event for one in work if one.kind == "comm" and one.phase == phase.name))
         beside: dict[str, list[Work]] = defaultdict(list)
-        for one in device.work:
+        for one in work:
             if one.kind == "compute" and letter_of(one.phase):
                 beside[one.phase].append(one)
         us = {
@@ -214,7 +215,7 @@ def record(pair: Pair, out: Path, rounds: int) -> dict[str, Path]:
                 path = Path(folder) / f"{run}-{i}.json.gz"
                 with capture(path, pair.workload.device):
                     getattr(pair, run)()
-                found = analyze_files([path], pictures=False, causes=False)
+                found = analyze_files([path], causes=False)
                 recorded[run].append((found.devices[0].analysis.window_us, path))
         for run, recordings in recorded.items():
             _, median = statistics.median_low(recordings[1:])

@@ -24,28 +24,13 @@ import numpy as np
 
 from ...messages import list_ranks, plural
 from .account import WAITING, Entry
-from .communication import group_name, kind_of_collective
-from .trace import DeviceEvent
+from .communication import NAMES, Names, group_name, kind_of_collective
+from .trace import DeviceEvent, Trace
 
 _POINT_TO_POINT = re.compile(r":(send|recv)|gloo:broadcast|shared:")  # NCCL's kernels do not distinguish the first two
 """Transfers that are not compared. A broadcast of gloo consists of sends, and its root does not wait."""
 _LEAST_OVERLAP = 0.9
 """Minimum share of a group's meetings in which all ranks are inside at one moment. Clocks are not exact."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankTransfers:
-    """The transfers of one rank, in microseconds."""
-
-    transfers: Sequence[DeviceEvent]
-    start_us: float
-    """Start of its first event."""
-    base_us: float = 0.0
-    """The origin of its times."""
-    host: str = ""
-    """Name of the host; ranks on the same host share a clock. "" if unknown."""
-    rank: int | None = None
-    world_size: int | None = None
 
 
 class RecordedGroup(NamedTuple):
@@ -90,7 +75,7 @@ class Meeting(NamedTuple):
 class RankComparison:
     """Several ranks with their common collectives and clock."""
 
-    ranks: Sequence[RankTransfers]
+    ranks: Sequence[Trace]
     meetings: Sequence[Meeting]
     shifts_us: Sequence[float | None]
     """Start of each rank's first event minus the start of rank 0's first event, on one clock. None: unknown."""
@@ -110,12 +95,12 @@ class RankComparison:
         return found
 
 
-def compare_traces(ranks: Sequence[RankTransfers]) -> RankComparison:
+def compare_traces(ranks: Sequence[Trace], names: Names = NAMES) -> RankComparison:
     """Compare the ranks by process group."""
     recorded: dict[RecordedGroup, dict[int, list[DeviceEvent]]] = defaultdict(dict)
     for position, rank in enumerate(ranks):
-        for event in sorted(rank.transfers, key=lambda event: event.start):
-            if (group := _group_of(event, rank)) is not None:
+        for event in sorted(rank.device_events, key=lambda event: event.start):
+            if names.kind_of(event) == "comm" and (group := _group_of(event, rank)) is not None:
                 recorded[group].setdefault(position, []).append(event)
     meetings, problems = list[Meeting](), list[str]()
     for group, members in recorded.items():
@@ -131,7 +116,7 @@ def compare_traces(ranks: Sequence[RankTransfers]) -> RankComparison:
     return RankComparison(ranks, meetings, shifts, problems)
 
 
-def _group_of(event: DeviceEvent, rank: RankTransfers) -> RecordedGroup | None:
+def _group_of(event: DeviceEvent, rank: Trace) -> RecordedGroup | None:
     """The group of a transfer; None for a transfer that cannot be compared."""
     found = event.collective
     if found is None:
@@ -152,9 +137,7 @@ Keyed = Mapping[int, Mapping[object, DeviceEvent]]
 """The same by a key. Equal keys are the same collective."""
 
 
-def _meetings_of(
-    group: RecordedGroup, members: Members, ranks: Sequence[RankTransfers], problems: list[str]
-) -> list[Meeting]:
+def _meetings_of(group: RecordedGroup, members: Members, ranks: Sequence[Trace], problems: list[str]) -> list[Meeting]:
     """The meetings of one group, in the order of its first rank. Appends to `problems` why others are missing."""
     if group == RecordedGroup() and len(members) < len(ranks):
         others = [position for position in range(len(ranks)) if position not in members]
@@ -184,7 +167,7 @@ def _by_number(group: RecordedGroup, members: Members) -> Keyed | None:
     return keyed
 
 
-def _by_order(group: RecordedGroup, members: Members, ranks: Sequence[RankTransfers], problems: list[str]) -> Keyed:
+def _by_order(group: RecordedGroup, members: Members, ranks: Sequence[Trace], problems: list[str]) -> Keyed:
     """By their order, as long as the kinds agree. Appends a sentence to `problems` where they do not."""
     first = max(members, key=lambda member: len(members[member]))
     keyed: dict[int, dict[object, DeviceEvent]] = {}
@@ -207,14 +190,14 @@ def _kind(group: RecordedGroup, event: DeviceEvent) -> str:
     return "" if group.peers else kind_of_collective(event) or recorded or event.name
 
 
-def _names(ranks: Sequence[RankTransfers], positions: Iterable[int]) -> str:
+def _names(ranks: Sequence[Trace], positions: Iterable[int]) -> str:
     numbers = [ranks[position].rank for position in positions]
     if None in numbers:
         return f"trace{'s' * (len(numbers) > 1)} {', '.join(map(str, positions))}"
     return list_ranks([number for number in numbers if number is not None])
 
 
-def clock_offsets(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting], root: int = 0) -> dict[int, float]:
+def clock_offsets(ranks: Sequence[Trace], meetings: Sequence[Meeting], root: int = 0) -> dict[int, float]:
     """How far each rank's clock is ahead of that of `root`, for all ranks that are connected to it.
 
     Ranks on one host share a clock. Between hosts, the offset is the median difference between the ends of the same
@@ -240,7 +223,7 @@ def clock_offsets(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting], r
     return known
 
 
-def _share_that_overlaps(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting]) -> float:
+def _share_that_overlaps(ranks: Sequence[Trace], meetings: Sequence[Meeting]) -> float:
     """The share of the meetings of one group in which all ranks are inside at one moment."""
     offsets, met = clock_offsets(ranks, meetings, meetings[0].members[0]), 0
     for meeting in meetings:

@@ -7,8 +7,8 @@ from ...messages import plural, printable
 from ..drawing.tables import markdown
 from .account import KINDS, LOST, WAITING, totals
 from .analyze import Analysis
+from .doctor.device import MOST_EVENTS
 from .doctor.verdict import Verdict
-from .doctor.view import MOST_EVENTS
 
 if TYPE_CHECKING:
     from .files import TracedDevice, TraceFiles
@@ -66,7 +66,7 @@ def traces_text(files: "TraceFiles", phases: bool = False) -> str:
     parts = []
     for device in files.devices:
         text = analysis_text(device.analysis, phases)
-        path = ", ".join(filter(None, [printable(device.path), printable(device.label, 60)]))
+        path = ", ".join(filter(None, [printable(device.path), printable(device.trace.label, 60)]))
         parts.append("\n".join(filter(None, [path, device.left_out, text])))
         parts.append(verdicts_text(device.analysis))
     if len(files.devices) > 1:

@@ -120,6 +120,15 @@ def graph_of_nodes(
     return Graph(is_device, start, duration, found._replace(source=source, lag=lag), delay)
 
 
+def previous_of(group: Ints) -> Ints:
+    """For each element, the previous one of the same group; -1 for the first."""
+    order = np.argsort(group, kind="stable")
+    previous = np.full(len(order), -1, np.int64)
+    same = group[order[1:]] == group[order[:-1]]
+    previous[order[1:][same]] = order[:-1][same]
+    return previous
+
+
 def _places(start: Floats) -> Ints:
     """The place of each node in the order of the starts; at the same time, in the order of their numbers."""
     return np.argsort(np.argsort(start, kind="stable"))

@@ -35,9 +35,9 @@ class Work(NamedTuple):
         return self.phase or short_name(self.event.name)
 
 
-def work_of(trace: Trace, names: Names, phases: Phases) -> tuple[Work, ...]:
+def work_of(trace: Trace, names: Names) -> tuple[Work, ...]:
     """The work of a trace that comes from `host_as_device`, sorted by start."""
-    found = []
+    found, phases = [], Phases(trace, names)
     for event in sorted(trace.device_events, key=lambda event: event.start):
         kind, name = names.kind_of(event), phases.name_of(event)
         unknown = name == event.name and not phases.is_named(event)
