@@ -11,7 +11,7 @@ from ..tools.drawing.figures import check_output
 from ..tools.profiler.communication import Names
 from ..tools.profiler.files import analyze_files
 from ..tools.profiler.pictures.lanes import SUFFIXES, save_lanes
-from ..tools.profiler.reading.paths import trace_paths
+from ..tools.profiler.reading import trace_paths
 from ..tools.profiler.report import traces_text
 from ..tools.profiler.windows import parse_steps
 from .options import JsonOption

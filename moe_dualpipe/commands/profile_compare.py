@@ -7,9 +7,9 @@ from typing import Annotated
 
 from ..command_line import Mark, Positional
 from ..messages import printable
-from ..tools.profiler.compare import compare, comparison_text
 from ..tools.profiler.files import analyze_files
-from ..tools.profiler.reading.paths import trace_paths
+from ..tools.profiler.reading import trace_paths
+from ..tools.profiler.report import compare, comparison_text
 from ..tools.profiler.windows import parse_steps
 from .profile import TraceOptions
 

@@ -23,10 +23,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ...overlap.labels import OPTIMIZER as OPTIMIZER_PART
-from .categories import category_of
+from .categories import category_of, short_name
 from .communication import NAMES, Names
 from .intervals import Intervals, as_intervals, difference, intervals_of, union
-from .kernel_names import short_name
 from .phases import Phases
 from .trace import WAITS, DeviceEvent, Trace
 

@@ -10,11 +10,10 @@ from typing import Any
 from ...messages import plural, printable
 from .account import TRANSFER, relabeled
 from .analyze import Analysis, analyze
-from .categories import may_communicate
+from .categories import may_communicate, short_name
 from .communication import NAMES, Names
 from .doctor.diagnose import diagnose
 from .host import host_as_device
-from .kernel_names import short_name
 from .pictures.picture import Picture, Work, work_of
 from .ranks import RankComparison, compare_traces, waits_for_ranks
 from .reading import read_traces

@@ -2,16 +2,24 @@
 
 A single process acts as one of many ranks over a modeled link. Sequential and overlapped runs alternate for a few
 rounds; of each, the recording with the median length is kept.
+
+How much communication could the overlapped run hide at most, with its segments in their order and of their measured
+lengths? The least time of these segments (overlap/pair_time.py) tells the least exposed time. A run has more of it: the
+host adds gaps between segments. docs/overlap.md derives what this means for one layer. The recording of a CPU has all
+that is needed. A recording of a GPU lacks the order in which streams wait, so it has no such bound.
 """
 
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -19,17 +27,21 @@ from ...expert_parallel import Link, Loopback, Replay
 from ...expert_parallel.labels import COMBINE, DISPATCH
 from ...kernels.fp8 import weights_unchanged
 from ...messages import plural
-from ...overlap.labels import BACKWARD, FORWARD, label, letter_of
+from ...overlap.labels import BACKWARD, FORWARD, PREPARE, SIZES_WAIT, is_wait, label, letter_of, without_wait
+from ...overlap.pair_time import Await, Begin, Computation, Event, least_time
 from ..drawing.tables import markdown
 from .analyze import Analysis
-from .bound import possible_share, recorded_events
 from .capture import capture, synchronize
+from .communication import NAMES
 from .files import TraceFiles, analyze_files
-from .intervals import intersection, intervals_of, union, union_length
+from .host import host_as_device
+from .intervals import intersection, intervals_of, length_before, union, union_length
 from .pair import Pair, PairWorkload
+from .phases import Phases
 from .pictures.picture import Picture, Work
 from .reading import read_trace
 from .report import account_rows, percent
+from .trace import Trace
 
 COMM_SHARE = 0.5
 """With a CPU's default link, communication takes this share of the computation time: nearly all of it can be hidden."""
@@ -43,6 +55,7 @@ DEEPSEEK = {
 MAX_COMM_SECONDS = 60.0
 """A link that takes longer is an error."""
 RUNS = "sequential", "overlapped"
+_SIZES = without_wait(SIZES_WAIT)
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,7 @@ class Measurement:
     link: str
     runs: dict[str, TraceFiles]
     possible: float | None = None
-    """The share of the communication that the overlapped run could hide (bound.py); None if unknown."""
+    """The share of the communication that the overlapped run could hide ; None if unknown."""
 
     @property
     def analyses(self) -> dict[str, Analysis]:
@@ -221,3 +234,38 @@ def record(pair: Pair, out: Path, rounds: int) -> dict[str, Path]:
             _, median = statistics.median_low(recordings[1:])
             median.replace(kept[run])
     return kept
+
+
+def possible_share(events: Sequence[Event]) -> float | None:
+    """The largest share of the communication that can be hidden; None without communication."""
+    computing = sum(event.time for event in events if isinstance(event, Computation))
+    sending = sum(event.time for event in events if isinstance(event, Begin))
+    return 1 - (least_time(events) - computing) / sending if sending else None
+
+
+def recorded_events(trace: Trace) -> list[Event]:
+    """The computations, transfers and waits of a recorded pair, in microseconds; empty if the device is not a CPU.
+
+    If two transfers overlap in time, the one that ends later counts from the end of the other one.
+    """
+    if trace.device_events:
+        return []
+    cpu = host_as_device(trace, NAMES)
+    phases = Phases(cpu, NAMES)
+    comm = sorted((e for e in cpu.device_events if NAMES.kind_of(e) == "comm"), key=lambda event: event.end)
+    computing = union(intervals_of(event for event in cpu.device_events if NAMES.kind_of(event) == "compute"))
+    marks: list[tuple[float, Event]] = [
+        (one.start, Await(without_wait(one.name))) for one in trace.annotations if is_wait(one.name)
+    ]
+    reached = 0.0
+    for transfer in comm:
+        name, launch = phases.name_of(transfer), cpu.launch_of(transfer) or transfer
+        time = max(transfer.end - max(transfer.start, reached), 0.0)
+        marks.append((launch.start, Begin(_SIZES if name.startswith(PREPARE) else name, time)))
+        reached = max(reached, transfer.end)
+    marks.sort(key=lambda mark: mark[0])
+    edges = np.array([-np.inf, *(time for time, _ in marks), np.inf])
+    before = length_before(computing)(np.clip(edges, -1e18, 1e18))
+    between = [Computation(float(end - start)) for start, end in pairwise(before)]
+    pairs = zip(between, [*(event for _, event in marks), None], strict=True)
+    return [event for pair in pairs for event in pair if event is not None]

@@ -11,10 +11,16 @@ from hypothesis import strategies as st
 from moe_dualpipe.cli import main
 from moe_dualpipe.tools.profiler import analyze, read_trace
 from moe_dualpipe.tools.profiler.account import COMPUTATION, COPY, IDLE, KINDS, LOST, TRANSFER, Total
-from moe_dualpipe.tools.profiler.compare import compare, comparison_text
 from moe_dualpipe.tools.profiler.files import analyze_files
-from moe_dualpipe.tools.profiler.reading.paths import trace_paths
-from moe_dualpipe.tools.profiler.report import HEALTHY, account_rows, analysis_text, verdicts_text
+from moe_dualpipe.tools.profiler.reading import trace_paths
+from moe_dualpipe.tools.profiler.report import (
+    HEALTHY,
+    account_rows,
+    analysis_text,
+    compare,
+    comparison_text,
+    verdicts_text,
+)
 from tests.support.faults import FAULTS, run, write_traces
 from tests.support.faults.jobs import moe_training
 from tests.support.traces import annotation, kernel, launch, write

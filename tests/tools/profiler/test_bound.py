@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moe_dualpipe.overlap.pair_time import Await, Begin, Computation, least_time
 from moe_dualpipe.tools.profiler import analyze, read_trace
-from moe_dualpipe.tools.profiler.bound import possible_share, recorded_events
+from moe_dualpipe.tools.profiler.measure import possible_share, recorded_events
 from tests.support.traces import annotation, kernel, operator, write
 
 LABELS = "dispatch(F)", "combine(F)", "dispatch(B)", "sizes"

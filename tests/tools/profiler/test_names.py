@@ -13,11 +13,11 @@ from moe_dualpipe.tools.profiler.categories import (
     ROWS,
     category_of,
     category_of_kernel,
+    short_name,
 )
 from moe_dualpipe.tools.profiler.communication import LIBRARIES, NAMES, Names, function_name, kind_of_collective
 from moe_dualpipe.tools.profiler.files import analyze_files
-from moe_dualpipe.tools.profiler.kernel_names import short_name, shortened
-from moe_dualpipe.tools.profiler.pictures.lanes import CATEGORY_COLORS
+from moe_dualpipe.tools.profiler.pictures.lanes import CATEGORY_COLORS, shortened
 from moe_dualpipe.tools.profiler.trace import Collective, DeviceEvent
 from tests.support.traces import kernel, write
 

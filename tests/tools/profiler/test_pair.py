@@ -12,7 +12,7 @@ from moe_dualpipe.expert_parallel import Link, Loopback
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.tools.profiler import measure, read_trace
 from moe_dualpipe.tools.profiler.pair import Pair, PairWorkload
-from moe_dualpipe.tools.profiler.reading.paths import trace_paths
+from moe_dualpipe.tools.profiler.reading import trace_paths
 
 MODEL = ModelConfig(
     hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, expert_size=12, num_experts=8, experts_per_token=3,

@@ -173,9 +173,7 @@ def test_sends_meet_receives_by_their_order(tmp_path):
 def test_collectives_that_do_not_overlap_cannot_be_compared():
     """Of 10 collectives, one may not overlap, because clocks are not exact. gloo's sends and broadcasts never meet."""
     first = [DeviceEvent("ncclA", "kernel", 100 * i, 100 * i + 10, "0", "20", None, 1) for i in range(10)]
-    sends = [
-        first[0]._replace(name=name, end=90) for name in ("gloo:send", "gloo:recvAnySource", "gloo:broadcast")
-    ]
+    sends = [first[0]._replace(name=name, end=90) for name in ("gloo:send", "gloo:recvAnySource", "gloo:broadcast")]
     for apart, found in ((0, 10), (1, 10), (2, 0)):
         second = [work._replace(start=work.start + 11, end=work.end + 11) for work in first[:apart]] + first[apart:]
         for host in ("a", ""):

@@ -6,8 +6,12 @@ import pytest
 
 from moe_dualpipe.schedule import Backward, Costs, Part, Span, build, simulate
 from moe_dualpipe.tools.profiler import TraceError, read_trace
-from moe_dualpipe.tools.profiler.recorded_pipeline import RecordedPipeline, measured_costs, step_breakdowns
-from moe_dualpipe.tools.profiler.steps import recorded_steps
+from moe_dualpipe.tools.profiler.recorded_pipeline import (
+    RecordedPipeline,
+    measured_costs,
+    recorded_steps,
+    step_breakdowns,
+)
 from tests.support.traces import annotation, kernel, launch, operator, write
 
 COSTS = Costs(F=20, B=50, W=15, FB=60)

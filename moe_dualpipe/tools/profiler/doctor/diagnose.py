@@ -22,7 +22,7 @@ from ..communication import Names
 from ..intervals import EMPTY, Intervals, intersection, union, union_length
 from ..ranks import RankComparison
 from ..trace import Trace
-from .causes import launching, order, transfers
+from . import launching, order, transfers
 from .device import COMPUTE, Device, FoundCause
 from .joint import JointGraph, join, shared_collectives
 from .replay import Graph, NodeTimes, replay, shorter

@@ -15,10 +15,10 @@ import numpy as np
 from ....messages import plural
 from ..categories import COPY_ENGINE, category_of
 from ..intervals import length_before, union
-from .causes.transfers import LEAST, LONG, same_kind
 from .device import COMPUTE, Device, FoundCause
 from .joint import SharedCollectives
 from .replay import Floats, NodeTimes, shorter
+from .transfers import LEAST, LONG, same_kind
 
 SHORTEST = 10.0
 """Microseconds. The duration of shorter events is not exact enough to compare it."""

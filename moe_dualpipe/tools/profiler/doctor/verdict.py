@@ -1,6 +1,6 @@
 """The table of causes of lost time: a name, what happens, the evidence, and what to change.
 
-The functions of `causes` find them in a trace. Each gives the numbers of its evidence.
+The modules launching, order, transfers and slowdown find them in a trace. Each gives the numbers of its evidence.
 """
 
 from collections.abc import Mapping

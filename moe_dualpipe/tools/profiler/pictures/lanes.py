@@ -24,7 +24,6 @@ from ...drawing.timeline import COLORS as COLORS_OF_LETTERS
 from ...drawing.timeline import LABELS
 from ..communication import Kind
 from ..intervals import Intervals, as_intervals, length_before, union
-from ..kernel_names import shortened
 from .perfetto import write_perfetto
 from .picture import LANES, Picture, Work, runs
 
@@ -147,6 +146,13 @@ def _add_labels(axes: "Axes", picture: Picture, work: Sequence[Work], end: float
         if text:
             middle = ((start + until) / 2 + picture.shift_us) / 1e3
             axes.text(middle, (bottom + top) / 2, plain_text(text), ha="center", va="center", fontsize=_FONT)
+
+
+def shortened(text: str, letters: int) -> str:
+    """Return `text` with at most `letters` characters, the last one "…" if it was cut; "" if under three are left."""
+    if len(text) <= letters:
+        return text
+    return text[: letters - 1] + "…" if letters >= 3 else ""
 
 
 def _add_legend(figure: "Figure", seen: set[str]) -> None:

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..account import TRANSFER, WAITING, Entry, spans_of
-from ..categories import category_of
+from ..categories import category_of, short_name
 from ..communication import Kind, Names
 from ..doctor.verdict import Verdict
 from ..intervals import Intervals, difference, intervals_of, union
-from ..kernel_names import short_name
 from ..phases import Phases
 from ..trace import DeviceEvent, HostEvent, Trace
 

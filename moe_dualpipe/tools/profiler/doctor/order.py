@@ -13,9 +13,9 @@ from functools import partial
 
 import numpy as np
 
-from ..dependencies import LATE, NEAR
-from ..device import COMPUTE, Device, FoundCause
-from ..replay import ASSUMED, DATA, ORDER, Edges, Floats, Graph, Ints, Mask, edges, ends, merged, without
+from .dependencies import LATE, NEAR
+from .device import COMPUTE, Device, FoundCause
+from .replay import ASSUMED, DATA, ORDER, Edges, Floats, Graph, Ints, Mask, edges, ends, merged, without
 
 LEAST = 3
 """Minimum number of occurrences of a pattern."""

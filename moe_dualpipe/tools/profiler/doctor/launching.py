@@ -10,14 +10,14 @@ from functools import partial
 
 import numpy as np
 
-from .....messages import plural
-from ...account import ALLOCATING, CHECKPOINT, LOADER, OPTIMIZER, host_spans
-from ...intervals import EMPTY, Intervals, as_intervals, difference, intersection, length_before, union, union_length
-from ...trace import innermost
-from ..calls import AT_ONCE
-from ..dependencies import LATE
-from ..device import COMM, Device, FoundCause, most_costly
-from ..replay import SYNC, Floats, Graph, Ints, shorter, without
+from ....messages import plural
+from ..account import ALLOCATING, CHECKPOINT, LOADER, OPTIMIZER, host_spans
+from ..intervals import EMPTY, Intervals, as_intervals, difference, intersection, length_before, union, union_length
+from ..trace import innermost
+from .calls import AT_ONCE
+from .dependencies import LATE
+from .device import COMM, Device, FoundCause, most_costly
+from .replay import SYNC, Floats, Graph, Ints, shorter, without
 
 SHORT = 10.0
 """Microseconds: about the time that one launch takes."""

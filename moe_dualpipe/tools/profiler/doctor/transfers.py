@@ -14,15 +14,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from .....messages import plural
-from .....overlap.labels import GATHER_WEIGHTS, SUM_GRADIENTS
-from ...account import copy_name
-from ...categories import category_of_kernel
-from ...communication import kind_of_collective
-from ...intervals import EMPTY, Intervals, difference, intersection, length_before, union, union_length
-from ..calls import CLOCK
-from ..device import COMM, COMPUTE, COPY, Device, FoundCause
-from ..replay import DATA, SYNC, Floats, Graph, Ints, Mask, NodeTimes, shorter, without
+from ....messages import plural
+from ....overlap.labels import GATHER_WEIGHTS, SUM_GRADIENTS
+from ..account import copy_name
+from ..categories import category_of_kernel
+from ..communication import kind_of_collective
+from ..intervals import EMPTY, Intervals, difference, intersection, length_before, union, union_length
+from .calls import CLOCK
+from .device import COMM, COMPUTE, COPY, Device, FoundCause
+from .replay import DATA, SYNC, Floats, Graph, Ints, Mask, NodeTimes, shorter, without
 
 LEAST = 4
 """Minimum number of transfers of one kind and size, to compare them."""
