@@ -1,7 +1,7 @@
 """The graph of dependencies of a device: from what a trace records, and from when things happened.
 
                  GPU                                                    CPU
-host             a call follows the call that ended last before it      a thread does one thing after another
+host             one call after another, of all threads                 a thread does one thing after another
 launch           a kernel follows its call, and the event before it     a transfer follows its call, and the transfer
                  on its stream                                          before it on its link
 wait             a call returns when what it waits for has ended        the same
@@ -64,11 +64,8 @@ def graph_of(device: "Device") -> Graph:
     before, launch = np.full(len(start), -1, np.int64), np.full(len(start), -1, np.int64)
     lag = np.zeros(len(start))
     before[device.event_nodes] = np.where(device.previous >= 0, device.event_nodes[device.previous], -1)
-    if device.is_cpu:
-        _add_threads(device, start, duration, before, lag)
-    else:
-        lag[device.event_nodes] = _GAP
-        _add_host(device, before, lag)
+    lag[device.event_nodes] = 0.0 if device.is_cpu else _GAP
+    _add_hosts(device, start, duration, before, lag)
     launched = device.launch >= 0
     launch[device.event_nodes[launched]] = device.call_nodes[device.launch[launched]]
     waits = _waits_of_calls(device) if device.is_cpu else merged([_waits_of_calls(device), _between_streams(device)])
@@ -76,34 +73,22 @@ def graph_of(device: "Device") -> Graph:
     return graph_of_nodes(is_device, start, duration, before, lag, launch, device.latency, waits)
 
 
-def _add_threads(device: "Device", start: Floats, duration: Floats, before: Ints, lag: Floats) -> None:
-    """On a CPU, calls and computation follow the previous ones of their thread."""
-    threads: dict[str, int] = {}
-    of_call = [threads.setdefault(call.thread[1], len(threads)) for call in device.calls]
-    computing = np.flatnonzero(~device.is_comm)
-    of_event = [threads.setdefault(device.events[event].stream, len(threads)) for event in computing.tolist()]
+def _add_hosts(device: "Device", start: Floats, duration: Floats, before: Ints, lag: Floats) -> None:
+    """Calls and ends of waits follow what their thread did before, on a CPU also its computation.
+
+    Beside a GPU, all threads count as one: autograd's thread runs while another one waits.
+    """
+    computing = np.flatnonzero(~device.is_comm & device.is_cpu)
     nodes = np.concatenate([np.arange(device.first_event), device.event_nodes[computing]])
-    thread = np.array([*(of_call[call] for call in device.waiting_calls.tolist()), *of_call, *of_event], np.int64)
+    of_call = [call.thread[1] if device.is_cpu else "" for call in device.calls]
+    of_event = [device.events[event].stream for event in computing.tolist()]
+    threads = np.array([*(of_call[call] for call in device.waiting_calls.tolist()), *of_call, *of_event])
     in_order = np.argsort(start[nodes], kind="stable")
     nodes = nodes[in_order]
-    previous = previous_of(thread[in_order])
+    previous = previous_of(threads[in_order])
     before[nodes] = np.where(previous >= 0, nodes[previous], -1)
     lag[nodes] = np.where(previous >= 0, start[nodes] - (start + duration)[nodes[previous]], 0.0)
     lag[: len(device.waiting_calls)] = 0.0  # what remains of a wait is for its transfer
-
-
-def _add_host(device: "Device", before: Ints, lag: Floats) -> None:
-    """A call follows the call that ended last before it, on any thread: autograd's thread runs while another waits."""
-    start, end, waiting = device.call_starts, device.call_ends, device.waiting_calls
-    end_nodes = device.call_nodes
-    before[: len(waiting)] = device.call_nodes[waiting]
-    end_nodes[waiting] = np.arange(len(waiting))
-    by_end = np.argsort(end, kind="stable")
-    last = np.searchsorted(end[by_end], start, side="right") - 1
-    last -= (last >= 0) & (by_end[last] == np.arange(len(start)))  # a call without duration
-    found = np.where(last >= 0, by_end[last], -1)
-    before[device.call_nodes] = np.where(found >= 0, end_nodes[found], -1)
-    lag[device.call_nodes] = start - end[found]
 
 
 def _waits_of_calls(device: "Device") -> Edges:

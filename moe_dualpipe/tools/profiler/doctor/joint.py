@@ -83,11 +83,10 @@ def join(devices: Sequence[Device], shared: SharedCollectives) -> None:
     joined_last = np.where(shared.duration == own_us, shared.rank, len(devices))
     last[shared.event] = shared.over_ranks(np.minimum, joined_last)
     waited[shared.event] = shared.over_ranks(np.maximum, shared.duration) - own_us
-    first = 0
-    for number, device in enumerate(devices):
-        own = slice(first, first := first + len(device.events))
-        if number in shared.rank:
-            device.own_us, device.joined = times[own], Joined(last[own], waited[own])
+    bounds = np.cumsum([len(device.events) for device in devices])[:-1]
+    for device, *own in zip(devices, *(np.split(every, bounds) for every in (times, last, waited)), strict=True):
+        if (own[1] >= 0).any():
+            device.own_us, device.joined = own[0], Joined(*own[1:])
 
 
 class JointGraph:
