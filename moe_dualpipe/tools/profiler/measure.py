@@ -40,7 +40,7 @@ from .pair import Pair, PairWorkload
 from .phases import Phases
 from .pictures.picture import Picture, Work
 from .reading import read_trace
-from .report import account_rows, percent
+from .report import account_rows, percent, phase_rows
 from .trace import Trace
 
 COMM_SHARE = 0.5
@@ -99,12 +99,11 @@ class Measurement:
     def as_text(self) -> str:
         """Both runs beside each other, and the lower bound."""
         sequential, overlapped = (self.analyses[run] for run in RUNS)
-        passes = self.workload.layers * (1 if self.workload.mode == "train" else 2)  # of a micro-batch
         possible = "" if self.possible is None else f"{percent(self.possible)} possible, reached "
         parts = [
             f"{self.workload.description}; experts over {plural(self.num_ranks, 'rank')}\n{self.link}",
             markdown(account_rows(self.analyses)),
-            markdown(_phase_rows(self.analyses, passes)),
+            markdown(phase_rows(self.analyses)),
             f"lower bound (computation or communication alone, whichever is longer): {self.bound_us:,.0f} us\n"
             f"overlapped: {overlapped.window_us / self.bound_us:.2f} of the bound, "
             f"{overlapped.window_us / sequential.window_us:.2f} of sequential\n"
@@ -135,18 +134,6 @@ class Measurement:
             f"\nexposed most: {phase.name}, {each:,.0f} us of {whole:,.0f} us each. To hide it, what "
             f"runs beside it ({', '.join(names) or 'nothing'}) would have to take {each:,.0f} us longer"
         )
-
-
-def _phase_rows(analyses: dict[str, Analysis], passes: int) -> list[list[str]]:
-    """The time of each phase in each run: microseconds per layer and micro-batch."""
-    columns = ("computation", "compute_us"), ("communication", "comm_us"), ("exposed", "exposed_comm_us")
-    rows = [[f"us per layer and micro-batch: {' -> '.join(analyses)}", *(name for name, _ in columns)]]
-    by_name = [{phase.name: phase for phase in analysis.phases} for analysis in analyses.values()]
-    for name in dict.fromkeys(name for phases in by_name for name in phases):
-        found = [phases.get(name) for phases in by_name]
-        cells = [[f"{getattr(phase, key) / passes:,.0f}" if phase else "-" for phase in found] for _, key in columns]
-        rows.append([name, *(" -> ".join(cell) if set(cell) - {"0", "-"} else "" for cell in cells)])
-    return rows
 
 
 @weights_unchanged()

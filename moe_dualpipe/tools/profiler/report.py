@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .files import TracedDevice, TraceFiles
 
 MAX_DETAILS = 8  # rows of lost times in an account
-MOST_VERDICTS = 8
 LEAST_SHARE = 0.01
 """A smaller share of the window is not reported as lost."""
 SAME = 0.005  # steps that differ by a smaller share take the same time
@@ -36,7 +35,7 @@ def analysis_text(analysis: Analysis, phases: bool = False) -> str:
     """
     parts = [markdown(account_rows({analysis.name: analysis}, details=True))]
     if phases and analysis.phases:
-        parts.append(markdown(_phase_rows(analysis)))
+        parts.append(markdown(phase_rows({analysis.name: analysis})))
     return "\n\n".join([*parts, analysis.hidden_sentence])
 
 
@@ -95,13 +94,18 @@ def compare_ranks(names: Sequence[str], devices: Sequence["TracedDevice"]) -> st
     return markdown(rows)
 
 
-def _phase_rows(analysis: Analysis) -> list[list[str]]:
-    rows = [
-        [phase.name, f"{phase.times:,}"]
-        + [f"{time / phase.times:,.0f}" for time in (phase.compute_us, phase.comm_us, phase.exposed_comm_us)]
-        for phase in analysis.phases
-    ]
-    return [["phase", "times", "computation, us each", "communication", "exposed"], *rows]
+def phase_rows(analyses: dict[str, Analysis]) -> list[list[str]]:
+    """Return table rows with the time of each phase: of one analysis, or of several with an arrow between them."""
+    columns = ("computation, us each", "compute_us"), ("communication", "comm_us"), ("exposed", "exposed_comm_us")
+    heading = "phase" if len(analyses) == 1 else f"phase: {' -> '.join(analyses)}"
+    rows = [[heading, "times", *(title for title, _ in columns)]]
+    by_name = [{phase.name: phase for phase in analysis.phases} for analysis in analyses.values()]
+    for name in dict.fromkeys(name for phases in by_name for name in phases):
+        found = [phases.get(name) for phases in by_name]
+        cells = [[f"{phase.times:,}" if phase else "-" for phase in found]]
+        cells += [[f"{getattr(one, key) / one.times:,.0f}" if one else "-" for one in found] for _, key in columns]
+        rows.append([name, *(" -> ".join(cell) for cell in cells)])
+    return rows
 
 
 def percent(fraction: float | None) -> str:
@@ -117,9 +121,7 @@ def verdicts_text(analysis: Analysis) -> str:
     if num_events > MOST_EVENTS:
         parts.append(f"Causes were searched only in the first {MOST_EVENTS:,} of {num_events:,} events of the device.")
     verdicts, lost = analysis.verdicts, analysis.time_of(*LOST) / max(analysis.window_us, 1e-9)
-    parts += [_verdict_text(number, verdict, lost) for number, verdict in enumerate(verdicts[:MOST_VERDICTS], start=1)]
-    if len(verdicts) > MOST_VERDICTS:
-        parts.append(f"{plural(len(verdicts) - MOST_VERDICTS, 'smaller cause')} not shown.")
+    parts += [_verdict_text(number, verdict, lost) for number, verdict in enumerate(verdicts, start=1)]
     return "\n".join([*parts, _unexplained(analysis)])
 
 

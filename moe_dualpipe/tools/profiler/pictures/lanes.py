@@ -139,7 +139,7 @@ def _add_pixels(axes: "Axes", styles: np.ndarray, opacity: np.ndarray, end: floa
 def _add_labels(axes: "Axes", picture: Picture, work: Sequence[Work], end: float, bottom: float, top: float) -> None:
     """Name the phases or kernels of one lane, where a name fits; shorten long ones."""
     inch = end / _LANE_INCHES
-    for start, until, name in runs(work, end / 400):
+    for start, until, name, _ in runs(work, end / 400):
         if until - start > 0.1 * inch:
             axes.vlines((start + picture.shift_us) / 1e3, bottom, top, "white", linewidth=0.8)
         text = shortened(name, int((until - start) / inch / _LETTER_INCHES))

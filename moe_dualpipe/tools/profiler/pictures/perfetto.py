@@ -10,26 +10,17 @@ end is never later than the next start.
 
 import gzip
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from ....messages import printable
 from ..reading.chrome import WRITTEN_BY
-from .picture import LANES, Picture, Work, runs
+from .picture import LANES, Picture, Slice, Work, runs
 
 _MOST_ROWS = 1000  # of a device
-
-
-class Slice(NamedTuple):
-    """A named span, in microseconds of its trace. args: shown when it is selected."""
-
-    start: float
-    end: float
-    name: str
-    args: Mapping[str, Any] | None = None
 
 
 def write_perfetto(pictures: Sequence[Picture], path: Path) -> None:
@@ -83,7 +74,7 @@ def _rows(picture: Picture) -> Iterator[tuple[str, list[Slice]]]:
     ]  # fmt: skip
     for kind, (lane, _) in LANES.items():
         named = [one for one in picture.of_kind(kind) if one.phase]
-        yield f"{lane}, phases", [Slice(*run) for run in runs(named, float("inf"))]
+        yield f"{lane}, phases", [*runs(named, float("inf"))]
     streams: dict[str, list[Slice]] = defaultdict(list)
     for one in picture.work:
         streams[one.event.stream].append(_slice(one))
