@@ -170,9 +170,6 @@ ROWS = (
 )  # fmt: skip
 """In the order in which they are tried."""
 
-KERNEL_CATEGORIES = tuple(dict.fromkeys(row.category for row in ROWS))
-CATEGORIES = (*KERNEL_CATEGORIES, COMMUNICATION, COPY_ENGINE, COPY, OTHER)
-
 _MAY_COMMUNICATE = re.compile(r"\b(?:dispatch|combine|all ?to ?all|send|recv|put|get|a 2 ?a)\b")
 _COMPUTE_FOR_SURE = "attention", "GEMM", "grouped GEMM"
 

@@ -7,7 +7,7 @@ recorded, such as "all_to_allv in ep".
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 
 from ...overlap.labels import letter_of
@@ -34,8 +34,6 @@ class Phases:
         self._broad = _broad_annotations(trace)
         self._modules = _named_modules(trace.modules)
         self._owners = self._find_owners(trace)
-        self.times = Counter(event.name for event in (*trace.annotations, *self._modules))
-        """How often each annotation and module was entered."""
 
     def owner_of(self, event: DeviceEvent) -> HostEvent | None:
         """The annotation or module that launched `event`; None if unknown."""

@@ -73,26 +73,13 @@ class Meeting(NamedTuple):
 
 @dataclass(frozen=True)
 class RankComparison:
-    """Several ranks with their common collectives and clock."""
+    """The common collectives of several ranks, and their clock."""
 
-    ranks: Sequence[Trace]
     meetings: Sequence[Meeting]
     shifts_us: Sequence[float | None]
     """Start of each rank's first event minus the start of rank 0's first event, on one clock. None: unknown."""
-    problems: Sequence[str]
-    """Groups whose collectives could not be compared, each with the reason."""
-
-    @property
-    def sentences(self) -> list[str]:
-        """Sentences: which groups could not be compared, and why, and which ranks have no trace."""
-        found = [f"Not compared: {problem}." for problem in self.problems]
-        size = max((rank.world_size or 0 for rank in self.ranks), default=0)
-        missing = sorted({*range(size)} - {rank.rank for rank in self.ranks if rank.rank is not None})
-        if missing and len(self.ranks) > 1:
-            shown = f" ({list_ranks(missing)})" if len(missing) <= 8 else ""
-            of = f"{len(missing):,} of {plural(size, 'rank')}"
-            found.append(f"{of} have no trace here{shown}: waits for them count as communication.")
-        return found
+    sentences: Sequence[str]
+    """Which groups could not be compared, and why, and which ranks have no trace."""
 
 
 def compare_traces(ranks: Sequence[Trace], names: Names = NAMES) -> RankComparison:
@@ -113,7 +100,17 @@ def compare_traces(ranks: Sequence[Trace], names: Names = NAMES) -> RankComparis
     starts = [rank.start_us - offsets[i] if i in offsets else None for i, rank in enumerate(ranks)]
     first = starts[0] if len(ranks) == 1 or any(start is not None for start in starts[1:]) else None
     shifts = [None if start is None or first is None else start - first for start in starts]
-    return RankComparison(ranks, meetings, shifts, problems)
+    return RankComparison(meetings, shifts, [*(f"Not compared: {text}." for text in problems), *_missing(ranks)])
+
+
+def _missing(ranks: Sequence[Trace]) -> Iterator[str]:
+    """A sentence if some of several ranks have no trace."""
+    size = max((rank.world_size or 0 for rank in ranks), default=0)
+    missing = sorted({*range(size)} - {rank.rank for rank in ranks if rank.rank is not None})
+    if missing and len(ranks) > 1:
+        shown = f" ({list_ranks(missing)})" if len(missing) <= 8 else ""
+        of = f"{len(missing):,} of {plural(size, 'rank')}"
+        yield f"{of} have no trace here{shown}: waits for them count as communication."
 
 
 def _group_of(event: DeviceEvent, rank: Trace) -> RecordedGroup | None:
@@ -207,7 +204,7 @@ def _share_that_overlaps(ranks: Sequence[Trace], meetings: Sequence[Meeting]) ->
 
 def waits_for_ranks(comparison: RankComparison, names: Sequence[str]) -> list[list[Entry]]:
     """For each rank, the times in which a collective waited for the last rank to join, sorted. names: of the ranks."""
-    waits: list[list[Entry]] = [[] for _ in comparison.ranks]
+    waits: list[list[Entry]] = [[] for _ in names]
     for meeting in comparison.meetings:
         for member, event in zip(meeting.members, meeting.events, strict=True):
             if member != meeting.last:

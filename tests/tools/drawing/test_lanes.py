@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from moe_dualpipe.cli import main
 from moe_dualpipe.messages import printable
 from moe_dualpipe.tools.drawing.timeline import LABELS
-from moe_dualpipe.tools.profiler.intervals import intervals_of, union, union_length
 from moe_dualpipe.tools.profiler.pictures.lanes import (
     COLORS,
     COPIES,
@@ -160,7 +159,7 @@ def saved(path, *pictures):
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.lists(works, max_size=12), st.integers(0, 50)), min_size=1, max_size=3))
-def test_all_work_is_in_rows_without_overlap_and_times_add_up(tmp_path_factory, devices):
+def test_all_work_is_in_rows_without_overlap(tmp_path_factory, devices):
     pictures = [picture(*own, shift=by / 7, title=f"rank {i}") for i, (own, by) in enumerate(devices)]
     found = saved(tmp_path_factory.mktemp("view") / "view.json", *pictures)
     assert [name for name, _ in found] == [picture.title for picture in pictures]
@@ -173,14 +172,6 @@ def test_all_work_is_in_rows_without_overlap_and_times_add_up(tmp_path_factory, 
 
         streams = sorted((title, *one[:3]) for title, slices in rows if title.startswith("stream ") for one in slices)
         assert streams == sorted((f"stream {stream}", ns(a), ns(b), name) for name, a, b, _, stream in own)
-        times = dict.fromkeys(("hidden", "exposed"), 0.0)
-        for start, end, name, _ in (one for title, slices in rows if title == "communication" for one in slices):
-            times[name] += (end - start) / 1e3
-        tolerance = 2e-3 * len(own) + 1e-3
-        sending = union_length(union(intervals_of(one.event for one in shown.of_kind("comm"))))
-        assert sum(times.values()) == pytest.approx(sending, abs=tolerance)
-        exposed = sum(entry.us for entry in shown.account if entry.kind == "exposed communication")
-        assert times["exposed"] == pytest.approx(exposed, abs=tolerance)
 
 
 def test_an_account_causes_and_phases_are_rows(tmp_path):

@@ -134,7 +134,7 @@ def test_recordings_that_begin_at_different_collectives(tmp_path):
     compared, every = compare_traces(cut), compare_traces(whole).meetings
     same = [m for m in every if all(e in cut[i].device_events for i, e in zip(m.members, m.events, strict=True))]
     assert sorted(m.events for m in compared.meetings) == sorted(m.events for m in same)
-    assert 0 < len(same) < len(every) and not compared.problems
+    assert 0 < len(same) < len(every) and not compared.sentences
 
 
 @pytest.mark.parametrize("cut", [slice(None, -1), slice(None, -4)], ids=str)
@@ -163,9 +163,9 @@ def test_sends_meet_receives_by_their_order(tmp_path):
         ranks.append(replace(own, device_events=numbered))
     assert waited(ranks) == pytest.approx([*true_waits(recording).values()], abs=0.05)
     fewer = compare_traces([*ranks[:2], replace(ranks[2], device_events=ranks[2].device_events[1:])])
-    assert fewer.problems == [
-        "1 -> 3: some ranks recorded more collectives than others, without numbers (the first 3 of each are compared "
-        "in their order)"
+    assert fewer.sentences[:-1] == [
+        "Not compared: 1 -> 3: some ranks recorded more collectives than others, without numbers (the first 3 of each "
+        "are compared in their order)."
     ]
     assert not compare_traces([replace(rank, rank=None) for rank in ranks]).meetings
 
@@ -179,7 +179,7 @@ def test_collectives_that_do_not_overlap_cannot_be_compared():
         for host in ("a", ""):
             pair = [Trace([*own, *sends], host=host) for own in (first, second)]
             compared = compare_traces(pair)
-            assert (len(compared.meetings), len(compared.problems)) == (found, found == 0)
+            assert (len(compared.meetings), len(compared.sentences)) == (found, found == 0)
             assert compared.shifts_us == ([0, 0] if found or host else [None, None])
     other = [work._replace(name="ncclB") for work in first]
     assert not compare_traces([Trace(first), Trace(other)]).meetings

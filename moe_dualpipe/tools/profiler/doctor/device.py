@@ -4,8 +4,8 @@ Events and calls are sorted by start. Times are in microseconds from the start o
 """
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from ..phases import Phases
 from ..trace import Trace
 from .calls import CLOCK, calls_of_cpu, calls_of_gpu, queued_waits
 from .dependencies import graph_of
-from .replay import Change, Floats, Graph, Ints, Mask, previous_of
+from .replay import Change, Floats, Graph, Ints, Mask, previous_of, shorter
 from .verdict import CAUSES, Verdict
 
 COMPUTE, COMM, COPY = range(3)
@@ -236,18 +236,24 @@ class Device:
             return ""
         return f" It was launched behind {place}: if it does not need that, launch it earlier."
 
+    def longer(self, key: str, events: Ints, us: Floats, **facts: Any) -> list[FoundCause]:
+        """The cause that makes `events` take so much longer, which is removed when they take less."""
+        end, change = self.end[events], partial(shorter, nodes=self.event_nodes[events], us=us)
+        return self.found(key, events, change, end - us, end, costs=us, **facts)
+
     def found(
-        self, key: str, events: Sequence[int] | Ints, start: Floats, end: Floats, change: Change | None, *,
-        costs: Floats | None = None, cost_us: float | None = None, places: Sequence[str] | None = None,
-        **facts: object,
+        self, key: str, events: Sequence[int] | Ints, change: Change | None, start: Floats | None = None,
+        end: Floats | None = None, *, costs: Floats | None = None, cost_us: float | None = None,
+        places: Sequence[str] | None = None, **facts: Any,
     ) -> list[FoundCause]:  # fmt: skip
         """The cause of `events`, each of which lost the time from start to end. None if there are no events.
 
-        key: in CAUSES. costs: by default, what was not computed meanwhile; cost_us: by default, their sum.
-        places: by default those of the events. facts: fields of the evidence.
+        key: in CAUSES. start, end: by default those of the events. costs: by default, what was not computed meanwhile;
+        cost_us: by default, their sum. places: by default those of the events. facts: fields of the evidence.
         """
         if not len(events):
             return []
+        start, end = self.start[events] if start is None else start, self.end[events] if end is None else end
         costs = self.without_computation(start, end) if costs is None else costs
         cost, worst = float(costs.sum()) if cost_us is None else cost_us, int(np.argmax(costs))
         places = places if places is not None else [self.place(int(event)) for event in events]

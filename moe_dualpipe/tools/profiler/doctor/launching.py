@@ -29,8 +29,9 @@ def find(device: Device) -> list[FoundCause]:
     """Find all causes of the host. Each may follow from those before it."""
     if device.is_cpu:
         return [*_waits_at_once(device), *_busy_thread(device)]
+    whole = np.array([[0.0, device.window_us]])
     spans = {
-        kind: union(as_intervals(row[:2] for row in rows)) - device.origin
+        kind: intersection(union(as_intervals(row[:2] for row in rows)) - device.origin, whole)
         for kind, rows in host_spans(device.trace).items() if kind in ACTIVITIES
     }  # fmt: skip
     activities = [found for kind, key in ACTIVITIES.items() for found in _activity(device, key, spans[kind])]
@@ -53,7 +54,7 @@ def _syncs(device: Device, activities: Intervals) -> list[FoundCause]:
     around = innermost(device.trace.annotations, starts)
     names = [device.calls[call].name for call in calls.tolist()]
     return device.found(
-        "host-sync", calls, awaited_end, following, partial(without, rows=rows), costs=costs,
+        "host-sync", calls, partial(without, rows=rows), awaited_end, following, costs=costs,
         places=[
             f"{name} in {around[call].name}" if call in around else name
             for call, name in zip(calls.tolist(), names, strict=True)
@@ -82,7 +83,7 @@ def _activity(device: Device, key: str, spans: Intervals) -> list[FoundCause]:
     waits = _waits_in(device, spans)
     change = _host_without(device, spans)
     return device.found(
-        key, following, start, end, lambda graph: without(change(graph), waits),
+        key, following, lambda graph: without(change(graph), waits), start, end,
         times=plural(len(spans), "time"), spent=union_length(spans),
     )  # fmt: skip
 
@@ -100,7 +101,7 @@ def _late_host(device: Device, activities: Intervals) -> list[FoundCause]:
         return []
     whole = np.array([[min(0.0, device.call_starts.min()) - 1.0, max(device.window_us, launched.max()) + 1.0]])
     return device.found(
-        "host-bound", known, free, free + late, _host_without(device, difference(whole, activities)), costs=costs,
+        "host-bound", known, _host_without(device, difference(whole, activities)), free, free + late, costs=costs,
         cost_us=union_length(intersection(union(np.stack([free, free + late], axis=1)), device.gaps)),
         late=(costs > LATE).sum(), latency=device.latency,
     )  # fmt: skip
@@ -113,7 +114,7 @@ def _busy_thread(device: Device) -> list[FoundCause]:
     following = np.minimum(np.searchsorted(device.start, end), len(device.start) - 1)
     nodes = np.arange(len(device.graph.start))
     change = partial(_without_host, nodes=nodes, us=np.zeros(len(nodes)), spans=busy)
-    return device.found("host-bound/thread", following, start, end, change)
+    return device.found("host-bound/thread", following, change, start, end)
 
 
 def _host_without(device: Device, spans: Intervals) -> partial[Graph]:
@@ -139,7 +140,7 @@ def _short_kernels(device: Device) -> list[FoundCause]:
     if kernel >= SHORT:
         return []
     start, end = gaps.T
-    return device.found("short-kernels", following, start, end, None, gap=np.median(length), kernel=kernel)
+    return device.found("short-kernels", following, None, start, end, gap=np.median(length), kernel=kernel)
 
 
 def _waits_at_once(device: Device) -> list[FoundCause]:
@@ -151,6 +152,6 @@ def _waits_at_once(device: Device) -> list[FoundCause]:
     calls, rows = calls[at_once], rows[at_once]
     start, end = device.call_starts[calls], device.call_ends[calls]
     return device.found(
-        "host-sync/thread", device.awaited[calls], start, end, partial(without, rows=rows),
+        "host-sync/thread", device.awaited[calls], partial(without, rows=rows), start, end,
         cases=plural(len(calls), "case"), waited=(end - start).sum(),
     )  # fmt: skip

@@ -74,7 +74,7 @@ def _few_queues(device: Device, events: Ints, rows: Ints) -> list[FoundCause]:
     setting = "" if device.trace.queues is None else f" CUDA_DEVICE_MAX_CONNECTIONS is {device.trace.queues}."
     start, end = device.start[events] - delays, np.where(device.is_comm, device.end, device.start)[events]
     change = partial(without, rows=rows)
-    return device.found("few-queues", events, start, end, change, costs=delays, setting=setting)
+    return device.found("few-queues", events, change, start, end, costs=delays, setting=setting)
 
 
 def _late(device: Device, events: Ints, rows: Ints) -> list[FoundCause]:
@@ -86,10 +86,11 @@ def _late(device: Device, events: Ints, rows: Ints) -> list[FoundCause]:
         return []
     moved = every[(input_of[every] >= 0) & (device.launch[every] >= 0)]
     waited = np.concatenate([_delays(device, events), np.array([*behind.values()])])
-    worst, end = every[np.argmax(waited)], device.end[every]
+    worst = every[np.argmax(waited)]
     return device.found(
-        "late-launch", every, device.start[every] - waited, end,
-        partial(_launched_with, device=device, rows=rows, events=moved, inputs=input_of[moved]), costs=waited,
+        "late-launch", every,
+        partial(_launched_with, device=device, rows=rows, events=moved, inputs=input_of[moved]),
+        device.start[every] - waited, costs=waited,
         place=device.place(worst), behind=device.launched_behind(worst),
     )  # fmt: skip
 
@@ -143,7 +144,7 @@ def _early(device: Device, source: Ints, target: Ints, rows: Ints) -> list[Found
     known = needing >= 0
     needed = edges(ends(device.event_nodes[source[known]]), device.event_nodes[needing[known]], 0.0, DATA)
     change = partial(_with_needed, rows=rows, needed=needed)
-    return device.found("early-wait", target, start - delays, start, change, costs=delays)
+    return device.found("early-wait", target, change, start - delays, start, costs=delays)
 
 
 def _with_needed(graph: Graph, rows: Ints, needed: Edges) -> Graph:

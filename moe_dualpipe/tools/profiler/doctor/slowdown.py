@@ -7,7 +7,6 @@ weighted by certainty, is the slowdown. The same for transfers beside computatio
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from ..categories import COPY_ENGINE, category_of
 from ..intervals import length_before, union
 from .device import COMPUTE, Device, FoundCause
 from .joint import SharedCollectives
-from .replay import Floats, NodeTimes, shorter
+from .replay import Floats, NodeTimes
 from .transfers import LEAST, LONG, same_kind
 
 SHORTEST = 10.0
@@ -130,13 +129,12 @@ def _fit(share: Floats, speed: Floats, least: float) -> tuple[float, float, int]
 
 def cause_of(device: Device, slowdown: Slowdown) -> FoundCause:
     """Transfers that are slower beside computation, or computation that is slower beside transfers."""
-    excess, end = slowdown.excess_us, device.end
+    events, excess = np.flatnonzero(slowdown.excess_us), slowdown.excess_us
     copied = [category_of(event, "comm") == COPY_ENGINE for event in device.events]
     # By time: a backend that copies also has kernels, which pack messages.
     by_copies = 2 * device.own_us[device.is_comm & copied].sum() > device.own_us[device.is_comm].sum()
-    [found] = device.found(
-        slowdown.cause + "/copy engines" * bool(by_copies), np.arange(len(excess)), end - excess, end,
-        partial(shorter, nodes=device.event_nodes, us=excess), costs=excess, ratio=1 / (1 - slowdown.k),
+    [found] = device.longer(
+        slowdown.cause + "/copy engines" * bool(by_copies), events, excess[events], ratio=1 / (1 - slowdown.k),
         measured=slowdown.events, kinds=plural(slowdown.kernels, "kind"),
     )  # fmt: skip
     return found

@@ -65,12 +65,9 @@ def _imbalance(device: Device, rank_names: Sequence[str]) -> list[FoundCause]:
         f"{own_waits[rank] / own_waits.sum():.0%} of that was for {rank_names[rank]}"
         for rank in np.argsort(-own_waits).tolist() if own_waits[rank] > 0
     ]  # fmt: skip
-    end = device.end
-    return device.found(
-        "imbalance" if every_wait.max() >= MOVES * every_wait.sum() else "imbalance/moving",
-        np.arange(len(waited)), end - waited, end, partial(shorter, nodes=device.event_nodes, us=waited),
-        costs=waited, waits=(waited > 0).sum(), ranks=", ".join(ranks[:3]),
-    )  # fmt: skip
+    key = "imbalance" if every_wait.max() >= MOVES * every_wait.sum() else "imbalance/moving"
+    events = np.flatnonzero(waited)
+    return device.longer(key, events, waited[events], ranks=", ".join(ranks[:3]))
 
 
 def same_kind(device: Device, event: int) -> tuple[object, ...]:
@@ -104,12 +101,10 @@ def _longer_than(device: Device, key: str, own: Floats, usual: Floats, chosen: M
     events = np.flatnonzero((own > usual) & chosen)
     if not len(events):
         return []
-    own, usual, end = own[events], usual[events], device.end[events]
-    excess = own - usual
-    worst = int(np.argmax(excess))
-    return device.found(
-        key, events, end - excess, end, partial(shorter, nodes=device.event_nodes[events], us=excess),
-        costs=excess, transfers=device.is_comm.sum(), ratio=np.median(own / usual), longest=own[worst],
+    own, usual = own[events], usual[events]
+    worst = int(np.argmax(own - usual))
+    return device.longer(
+        key, events, own - usual, transfers=device.is_comm.sum(), ratio=np.median(own / usual), longest=own[worst],
         usual=usual[worst],
     )  # fmt: skip
 
@@ -135,8 +130,7 @@ def _small(device: Device) -> list[FoundCause]:
         _joined_with_previous, calls=device.call_nodes[launches[launches >= 0]], nodes=device.event_nodes[further],
         moving=elements[further] / LEAST_RATE,
     )  # fmt: skip
-    start, end = device.start[further], device.end[further]
-    return device.found("small-messages", further, start, end, change, each=np.median(own), together=own.sum())
+    return device.found("small-messages", further, change, each=np.median(own), together=own.sum())
 
 
 def _joined_with_previous(graph: Graph, calls: Ints, nodes: Ints, moving: Floats) -> Graph:
@@ -159,7 +153,7 @@ def _pipeline(device: Device) -> list[FoundCause]:
     exposed = union_length(intersection(union(np.stack([start, end], axis=1)), device.gaps))
     awaited = np.isin(waits.kind, (DATA, SYNC)) & np.isin(waits.source_node, device.event_nodes[events])
     rows = np.flatnonzero(awaited)
-    return device.found("exposed-pipeline", events, start, end, partial(without, rows=rows), cost_us=exposed)
+    return device.found("exposed-pipeline", events, partial(without, rows=rows), cost_us=exposed)
 
 
 def _copies(device: Device) -> list[FoundCause]:
@@ -172,7 +166,7 @@ def _copies(device: Device) -> list[FoundCause]:
         start, end = device.start[events], device.end[events]
         costs = exposed(end) - exposed(start)
         found += device.found(
-            key, events, start, end, partial(shorter, nodes=device.event_nodes[events], us=costs), costs=costs,
+            key, events, partial(shorter, nodes=device.event_nodes[events], us=costs), costs=costs,
             places=[copy_name(device.events[event]) for event in events.tolist()],
             size=sum(device.events[event].bytes for event in events.tolist()),
         )  # fmt: skip
@@ -214,7 +208,7 @@ def find_nothing_else(
         independent = key in ("sum-at-end", "exposed-weights")  # of the computation before or after them
         change = partial(shorter, nodes=device.event_nodes[events], us=costs) if independent else None
         [one] = device.found(
-            key, events, start, end, change, costs=costs, cost_us=cost, transfers=plural(len(events), "transfer"),
+            key, events, change, costs=costs, cost_us=cost, transfers=plural(len(events), "transfer"),
             place=device.place(worst), behind=device.launched_behind(worst),
         )  # fmt: skip
         found.append(one._replace(spans=waited))

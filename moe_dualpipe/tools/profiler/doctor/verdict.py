@@ -16,7 +16,7 @@ _ACTIVITY = (
 )
 _COPIES = ("Nothing was computed for {cost:,.0f} us during {count:,} of them: {size:,} bytes.",)
 _WAITS_FOR_RANKS = (
-    "This rank waited {cost:,.0f} us in {waits:,} transfers until the last rank joined, {most:,.0f} us at most.",
+    "This rank waited {cost:,.0f} us in {count:,} transfers until the last rank joined, {most:,.0f} us at most.",
     "{ranks}.",
 )
 _LONG = (

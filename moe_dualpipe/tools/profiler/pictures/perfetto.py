@@ -1,7 +1,7 @@
 """Write pictures as a file for ui.perfetto.dev, the viewer that most people know: all devices on one clock.
 
-Each device is a process with these rows: what it did at each moment, communication that is hidden or exposed, causes of
-lost time, the phases of each lane, and the work of each stream.
+Each device is a process with these rows: what it did at each moment, causes of lost time, the phases of each lane, and
+the work of each stream.
 
 The format is the Chrome trace format. Perfetto shows slices of one row correctly only if they nest
 (https://perfetto.dev/docs/faq), so overlapping slices get rows of their own, and times are whole nanoseconds: a rounded
@@ -63,8 +63,6 @@ def without_overlap(slices: Iterable[Slice], shift_us: float) -> list[list[tuple
 def _rows(picture: Picture) -> Iterator[tuple[str, list[Slice]]]:
     """Yield the rows of a device: title and slices."""
     yield "account", [Slice(one.start_us, one.end_us, one.kind, {"detail": one.detail}) for one in picture.account]
-    both = ("hidden", picture.hidden), ("exposed", picture.exposed)
-    yield "communication", [Slice(start, end, name) for name, spans in both for start, end in spans.tolist()]
     since = picture.start_us
     yield "causes", [
         Slice(since + cause.start_us, since + cause.end_us, cause.title, {

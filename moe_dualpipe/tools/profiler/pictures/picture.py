@@ -8,7 +8,7 @@ from ..account import TRANSFER, WAITING, Entry, spans_of
 from ..categories import category_of, short_name
 from ..communication import Kind, Names
 from ..doctor.verdict import Verdict
-from ..intervals import Intervals, difference, intervals_of, union
+from ..intervals import Intervals
 from ..phases import Phases
 from ..trace import DeviceEvent, HostEvent, Trace
 
@@ -67,11 +67,6 @@ class Picture:
     @property
     def exposed(self) -> Intervals:
         return spans_of(self.account, TRANSFER, WAITING)
-
-    @property
-    def hidden(self) -> Intervals:
-        """Communication that is not exposed."""
-        return difference(union(intervals_of(one.event for one in self.of_kind("comm"))), self.exposed)
 
     def of_kind(self, kind: Kind) -> list[Work]:
         return [one for one in self.work if one.kind == kind]
