@@ -163,7 +163,7 @@ def test_all_work_is_in_rows_without_overlap(tmp_path_factory, devices):
     pictures = [picture(*own, shift=by / 7, title=f"rank {i}") for i, (own, by) in enumerate(devices)]
     found = saved(tmp_path_factory.mktemp("view") / "view.json", *pictures)
     assert [name for name, _ in found] == [picture.title for picture in pictures]
-    for shown, (own, by), (_, rows) in zip(pictures, devices, found, strict=True):
+    for (own, by), (_, rows) in zip(devices, found, strict=True):
         for _, slices in rows:
             assert all(end <= start for (_, end, *_), (start, *_) in pairwise(slices))
 
