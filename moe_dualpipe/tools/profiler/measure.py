@@ -34,12 +34,10 @@ from .analyze import Analysis
 from .capture import capture, synchronize
 from .communication import NAMES
 from .files import TraceFiles, analyze_files
-from .host import host_as_device
 from .intervals import intersection, intervals_of, length_before, union, union_length
 from .pair import Pair, PairWorkload
 from .phases import Phases
 from .pictures.picture import Picture, Work
-from .reading import read_trace
 from .report import account_rows, percent, phase_rows
 from .trace import Trace
 
@@ -66,12 +64,15 @@ class Measurement:
     num_ranks: int
     link: str
     runs: dict[str, TraceFiles]
-    possible: float | None = None
-    """The share of the communication that the overlapped run could hide ; None if unknown."""
 
     @property
     def analyses(self) -> dict[str, Analysis]:
         return {run: files.devices[0].analysis for run, files in self.runs.items()}
+
+    @property
+    def possible(self) -> float | None:
+        """The share of the communication that the overlapped run could hide; None if unknown."""
+        return possible_share(recorded_events(self.runs["overlapped"].devices[0].trace))
 
     @property
     def bound_us(self) -> float:
@@ -158,9 +159,8 @@ def measure(
         pair = Pair(workload, backend := Loopback(experts, num_ranks))
         description = set_link(pair, backend, link, rounds)
     recordings = record(pair, out, rounds)
-    possible = possible_share(recorded_events(read_trace(recordings["overlapped"])))
     runs = {run: analyze_files([path]) for run, path in recordings.items()}
-    return Measurement(workload, num_ranks, description, runs, possible)
+    return Measurement(workload, num_ranks, description, runs)
 
 
 def default_ranks(num_experts: int) -> int:
@@ -233,20 +233,19 @@ def possible_share(events: Sequence[Event]) -> float | None:
 def recorded_events(trace: Trace) -> list[Event]:
     """The computations, transfers and waits of a recorded pair, in microseconds; empty if the device is not a CPU.
 
-    If two transfers overlap in time, the one that ends later counts from the end of the other one.
+    trace: from `host_as_device`. If two transfers overlap in time, the one that ends later counts from the end of the other one.
     """
-    if trace.device_events:
+    if any(event.device != "cpu" for event in trace.device_events):
         return []
-    cpu = host_as_device(trace, NAMES)
-    phases = Phases(cpu, NAMES)
-    comm = sorted((e for e in cpu.device_events if NAMES.kind_of(e) == "comm"), key=lambda event: event.end)
-    computing = union(intervals_of(event for event in cpu.device_events if NAMES.kind_of(event) == "compute"))
+    phases = Phases(trace, NAMES)
+    comm = sorted((e for e in trace.device_events if NAMES.kind_of(e) == "comm"), key=lambda event: event.end)
+    computing = union(intervals_of(event for event in trace.device_events if NAMES.kind_of(event) == "compute"))
     marks: list[tuple[float, Event]] = [
         (one.start, Await(without_wait(one.name))) for one in trace.annotations if is_wait(one.name)
     ]
     reached = 0.0
     for transfer in comm:
-        name, launch = phases.name_of(transfer), cpu.launch_of(transfer) or transfer
+        name, launch = phases.name_of(transfer), trace.launch_of(transfer) or transfer
         time = max(transfer.end - max(transfer.start, reached), 0.0)
         marks.append((launch.start, Begin(_SIZES if name.startswith(PREPARE) else name, time)))
         reached = max(reached, transfer.end)

@@ -15,7 +15,7 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from ...overlap.labels import STEP_PARTS, step_number
+from ...overlap.labels import STEP_PARTS
 from ...schedule import Costs, Schedule, Timeline, simulate
 from ...schedule.actions import Action, Backward, Forward, Overlap
 from ...schedule.walk import Span
@@ -24,6 +24,7 @@ from .communication import NAMES
 from .host import host_as_device
 from .intervals import as_intervals, intervals_of, union, union_length
 from .trace import DeviceEvent, HostEvent, Trace, TraceError
+from .windows import annotated_steps
 
 HEADINGS = {
     "step": "step, ms", "forward": "forward", "backward": "backward", "weights": "weights", "pairs": "pairs",
@@ -63,8 +64,7 @@ def recorded_steps(trace: Trace, actions: Sequence[Action], since_us: float = 0.
         if event.correlation in around:
             launched[around[event.correlation]].append(event)
     steps, by = [], trace.base_us - since_us
-    found = (event for event in trace.annotations if step_number(event.name) is not None)
-    for step in sorted(found, key=lambda event: event.start):
+    for number, step in annotated_steps(trace):
         inside = sorted((a for a in annotations if step.start <= a.start < step.end), key=lambda a: a.start)
         computed = {a: [e for e in launched[a] if NAMES.kind_of(e) != "comm"] for a in inside if a.name in texts}
         if [texts[annotation.name] for annotation in computed] != list(actions) or not all(computed.values()):
@@ -75,7 +75,7 @@ def recorded_steps(trace: Trace, actions: Sequence[Action], since_us: float = 0.
         spans = (Span(action, a + by, b + by) for action, (a, b) in zip(actions, extents, strict=True))
         ends = {a.name: _extent(launched[a]) for a in inside if a.name in STEP_PARTS and launched[a]}
         parts = {part: (start + by, end + by) for part, (start, end) in ends.items()}
-        steps.append(Step(step_number(step.name) or 0, step.start + by, step.end + by, tuple(spans), waiting, parts))
+        steps.append(Step(number, step.start + by, step.end + by, tuple(spans), waiting, parts))
     return steps
 
 

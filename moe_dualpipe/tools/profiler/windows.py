@@ -94,8 +94,8 @@ def window_of(trace: Trace, device: str, choice: Choice, names: Names) -> Analyz
     return AnalyzedWindow(replace(trace, device_events=kept), chosen, said if len(kept) < len(events) else "")
 
 
-def _recorded(trace: Trace, processes: Collection[str]) -> list[tuple[int, HostEvent]]:
-    """The annotated steps of these processes with their numbers, in order.
+def annotated_steps(trace: Trace, processes: Collection[str] = ()) -> list[tuple[int, HostEvent]]:
+    """The annotated steps of these processes, or of all, with their numbers, in order.
 
     There are none if annotations overlap, or if their numbers do not grow.
     """
@@ -110,7 +110,7 @@ def _recorded(trace: Trace, processes: Collection[str]) -> list[tuple[int, HostE
 def _device_steps(trace: Trace, events: Sequence[DeviceEvent], names: Names) -> list[DeviceStep]:
     """The steps that computed something on the device of `events`."""
     launches = [trace.launch_of(event) for event in events]
-    recorded = _recorded(trace, {launch.thread[0] for launch in launches if launch is not None})
+    recorded = annotated_steps(trace, {launch.thread[0] for launch in launches if launch is not None})
     if not recorded:
         return []
     launched = any(launches)  # then work without a launch was launched before the recording
