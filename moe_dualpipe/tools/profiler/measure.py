@@ -233,7 +233,8 @@ def possible_share(events: Sequence[Event]) -> float | None:
 def recorded_events(trace: Trace) -> list[Event]:
     """The computations, transfers and waits of a recorded pair, in microseconds; empty if the device is not a CPU.
 
-    trace: from `host_as_device`. If two transfers overlap in time, the one that ends later counts from the end of the other one.
+    trace: from `host_as_device`. If two transfers overlap in time, the one that ends later counts from the end of the
+    other one.
     """
     if any(event.device != "cpu" for event in trace.device_events):
         return []
@@ -241,7 +242,7 @@ def recorded_events(trace: Trace) -> list[Event]:
     comm = sorted((e for e in trace.device_events if NAMES.kind_of(e) == "comm"), key=lambda event: event.end)
     computing = union(intervals_of(event for event in trace.device_events if NAMES.kind_of(event) == "compute"))
     marks: list[tuple[float, Event]] = [
-        (one.start, Await(without_wait(one.name))) for one in trace.annotations if is_wait(one.name)
+        (one.start, Await(without_wait(one.name))) for one in trace.waits if is_wait(one.name)
     ]
     reached = 0.0
     for transfer in comm:
