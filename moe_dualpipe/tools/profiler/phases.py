@@ -54,8 +54,6 @@ class Phases:
         if transfer:
             place = group or place
             return f"{transfer} in {place}" if place else transfer
-        if place and self._names.kind_of(event) == "copy":
-            return f"{event.name} in {place}"
         return place or event.name
 
     def is_named(self, event: DeviceEvent) -> bool:

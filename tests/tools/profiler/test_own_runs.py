@@ -14,8 +14,8 @@ from tests.support.traces import annotation, operator, write
 
 RUNS = {
     **{schedule: (2, {"schedule": schedule}) for schedule in SCHEDULES},
-    **{f"ep 2, {backend}": (2, {"ep": 2, "ep_backend": backend}) for backend in ("shared", "all_to_all")},
-    "cp 2": (2, {"cp": 2}),
+    **{f"ep 2, {backend}": (2, {"pp": 1, "ep": 2, "ep_backend": backend}) for backend in ("shared", "all_to_all")},
+    "cp 2": (2, {"pp": 1, "cp": 2}),
     **{f"pp 2, ep 2, {name}": (4, {"pp": 2, "ep": 2, "ep_backend": name}) for name in ("shared", "all_to_all")},
     "pp 2, cp 2": (4, {"pp": 2, "cp": 2}),
 }

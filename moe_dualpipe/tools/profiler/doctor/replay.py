@@ -70,8 +70,6 @@ class NodeTimes(NamedTuple):
     @property
     def window_us(self) -> float:
         """From the first start to the last end on the device."""
-        if not self.is_device.any():
-            return 0.0
         return float(self.end[self.is_device].max() - self.start[self.is_device].min())
 
 
