@@ -35,4 +35,4 @@ class ProfileCompare(TraceOptions):
             print(sentence, file=sys.stderr)
         a, b = ([device.analysis for device in files.devices] for files in both)
         found = compare(a, b, (str(self.a), str(self.b)))
-        self.show(found, comparison_text(found, [one[0].device == "cpu" for one in (a, b)]))
+        self.show(found, comparison_text(found))

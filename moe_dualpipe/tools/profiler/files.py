@@ -70,15 +70,11 @@ class TraceFiles:
 
     @property
     def names(self) -> list[str]:
-        """Short, distinct names: the ranks if all devices have different ones, otherwise file and device, or the device
-        alone in a single file of several devices."""
+        """Distinct names: the ranks if all devices have different ones, otherwise file and device."""
         numbers = [device.trace.rank for device in self.devices]
         if None not in numbers and len(set(numbers)) == len(numbers):
             return [f"rank {number}" for number in numbers]
-        names = [device.name for device in self.devices]
-        if len({device.path for device in self.devices}) > 1 or len(self.devices) == 1:
-            names = [f"{printable(one.path)}, {name}" for one, name in zip(self.devices, names, strict=True)]
-        return names if len(set(names)) == len(names) else [f"{i}: {name}" for i, name in enumerate(names)]
+        return [f"{printable(one.path)}, {one.name}" for one in self.devices]
 
     @property
     def remarks(self) -> dict[Path, tuple[str, ...]]:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 MAX_DETAILS = 8  # rows of lost times in an account
 LEAST_SHARE = 0.01
 """A smaller share of the window is not reported as lost."""
-SAME = 0.005  # steps that differ by a smaller share take the same time
 MOST_DETAILS = 12  # rows of differences
 HEALTHY = "All that is not computation at full speed takes less than 1% of the window, or has the causes above."
 
@@ -193,13 +192,10 @@ def _mean_account(analyses: Sequence[Analysis], by_step: bool) -> dict[Key, floa
     return found
 
 
-def comparison_text(found: dict[str, Any], on_cpu: Sequence[bool] = (False, False)) -> str:
-    """Return what `compare` found: both recordings, how their steps differ, and by which times.
-
-    on_cpu: for A and B, whether its devices are CPUs.
-    """
+def comparison_text(found: dict[str, Any]) -> str:
+    """Return what `compare` found: both recordings, how their steps differ, and by which times."""
     a, b = found["a"], found["b"]
-    heads = [_side_text("A", a, on_cpu[0]), _side_text("B", b, on_cpu[1])]
+    heads = [_side_text("A", a), _side_text("B", b)]
     if not found["by_step"]:
         unknown = " and ".join(letter for letter, side in (("A", a), ("B", b)) if not side["steps"])
         heads.append(f"No steps are recorded in {unknown}: whole recordings are compared.")
@@ -221,9 +217,9 @@ def comparison_text(found: dict[str, Any], on_cpu: Sequence[bool] = (False, Fals
     return "\n\n".join(parts)
 
 
-def _side_text(letter: str, side: dict[str, Any], on_cpu: bool) -> str:
-    kinds = "CPU" if on_cpu else printable(", ".join(side["gpus"]))
-    devices = plural(side["devices"], "device") + (f" ({kinds})" if kinds else "")
+def _side_text(letter: str, side: dict[str, Any]) -> str:
+    gpus = f" ({printable(', '.join(side['gpus']))})" if side["gpus"] else ""
+    devices = plural(side["devices"], "device") + gpus
     steps = plural(side["steps"], "step") if side["steps"] else "no steps"
     return f"{letter}: {printable(side['name'])}: {devices}, {steps}"
 
@@ -232,8 +228,6 @@ def _difference_sentence(found: dict[str, Any]) -> str:
     a, b, difference = found["a"]["step_us"], found["b"]["step_us"], found["difference_us"]
     what = "A step" if found["by_step"] else "The recording"
     share = abs(difference) / a if a else 0.0
-    if share < SAME:
-        return f"{what} takes the same time in A and B, within {SAME:.1%}: {a:,.0f} us and {b:,.0f} us."
     more = f"{abs(difference):,.0f} us {'more' if difference > 0 else 'less'}"
     return f"{what} of B takes {more} ({share:.1%}) than of A: {b:,.0f} us instead of {a:,.0f} us."
 

@@ -245,5 +245,5 @@ def test_merged_traces_give_the_reports_of_the_ranks(label, tmp_path):
         one["rank"] = one["rank"] if numbered else None
         text = json.dumps(one)
         for rank in range(len(paths)) if not numbered else ():
-            text = text.replace(f"rank {rank}", f"[DP00-TP0{rank}], device {rank}")
+            text = text.replace(f"rank {rank}", f"{tmp_path / 'merged.json'}, [DP00-TP0{rank}], device {rank}")
         assert json.loads(text) == json.loads(json.dumps(other))
