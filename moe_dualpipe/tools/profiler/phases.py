@@ -72,13 +72,11 @@ class Phases:
     def _find_owners(self, trace: Trace) -> _Found:
         narrow = [event for event in trace.annotations if event.name not in self._broad]
         broad = [event for event in trace.annotations if event.name in self._broad]
-        steps = dict.fromkeys(trace.steps)
         on_thread = trace.innermost_on_thread
-        own = on_thread([*broad, *steps]) | on_thread(self._modules) | on_thread(narrow)
+        own = on_thread(broad) | on_thread(self._modules) | on_thread(narrow)
         # autograd's thread has no annotations, and the thread that called it waits inside one
         others = [(launch.start, key) for key, launch in trace.launches_of_work() if key not in own]
-        found = innermost(broad, others) | innermost(narrow, others) | own
-        return {key: event for key, event in found.items() if event not in steps}
+        return innermost(broad, others) | innermost(narrow, others) | own
 
 
 def _broad_annotations(trace: Trace) -> set[str]:

@@ -41,13 +41,6 @@ class FoundCause(NamedTuple):
     change: Change | None
 
 
-class Joined(NamedTuple):
-    """For each event, the rank that joined last, or -1, and the longest wait of any rank for it."""
-
-    last: Ints
-    waited_us: Floats
-
-
 class Device:
     """In the graph of the device (dependencies.py), nodes are numbered: the ends of waits, the calls, the events."""
 
@@ -77,9 +70,11 @@ class Device:
         self.launch: Ints = np.array([of_correlation.get(event.correlation, -1) for event in self.events], np.int64)
         # how many waits for other streams the host queued before each event, -1 if no such call is recorded
         self.num_waits: Ints = np.array(queued_waits(trace, self.events, transfers), np.int64)
-        # how long each event takes without waits for other ranks, as far as known, and who joined last (joint.py)
+        # how long each event takes without waits for other ranks, as far as known; which rank joined last, or -1; and
+        # the longest wait of any rank for it (joint.py)
         self.own_us: Floats = self.duration
-        self.joined: Joined | None = None
+        self.last: Ints = np.full(len(self.events), -1)
+        self.longest_wait_us: Floats = np.zeros(len(self.events))
 
     @cached_property
     def graph(self) -> Graph:

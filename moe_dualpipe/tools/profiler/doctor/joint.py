@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..ranks import Meeting
-from .device import Device, Joined
+from .device import Device
 from .replay import DATA, Edges, Floats, Graph, Ints, NodeTimes, edges, ends, merged, replay
 
 
@@ -85,8 +85,7 @@ def join(devices: Sequence[Device], shared: SharedCollectives) -> None:
     waited[shared.event] = shared.over_ranks(np.maximum, shared.duration) - own_us
     bounds = np.cumsum([len(device.events) for device in devices])[:-1]
     for device, *own in zip(devices, *(np.split(every, bounds) for every in (times, last, waited)), strict=True):
-        if (own[1] >= 0).any():
-            device.own_us, device.joined = own[0], Joined(*own[1:])
+        device.own_us, device.last, device.longest_wait_us = own
 
 
 class JointGraph:

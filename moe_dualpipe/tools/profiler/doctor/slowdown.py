@@ -93,7 +93,7 @@ def slowdown_of(device: Device, is_comm: bool, beside_us: Floats) -> Slowdown | 
         found = device.events[event]
         kernel = same_kind(device, event) if is_comm else (found.name, found.blocks, device.labels[event])
         kernels[kernel].append(event)
-    least = SPREAD_JOINED if is_comm and device.joined is not None else SPREAD
+    least = SPREAD_JOINED if is_comm and (device.last >= 0).any() else SPREAD
     share, speed = beside_us / device.own_us.clip(1e-9), 1 / device.own_us.clip(1e-9)
     fits = [fit for events in kernels.values() if (fit := _fit(share[events], speed[events], least)) is not None]
     if not fits:

@@ -57,10 +57,10 @@ def find(device: Device, rank_names: Sequence[str], slowed_us: Floats) -> list[F
 
 def _imbalance(device: Device, rank_names: Sequence[str]) -> list[FoundCause]:
     waited = device.waited_us
-    if device.joined is None or waited.sum() < OFTEN * device.duration[device.is_comm].sum():
+    if waited.sum() <= OFTEN * device.duration[device.is_comm].sum():
         return []
-    last = device.joined.last
-    own_waits, every_wait = (np.bincount(last[last >= 0], us[last >= 0]) for us in (waited, device.joined.waited_us))
+    joined = device.last >= 0
+    own_waits, every_wait = (np.bincount(device.last[joined], us[joined]) for us in (waited, device.longest_wait_us))
     ranks = [
         f"{own_waits[rank] / own_waits.sum():.0%} of that was for {rank_names[rank]}"
         for rank in np.argsort(-own_waits).tolist() if own_waits[rank] > 0
@@ -90,10 +90,9 @@ def _long(device: Device, own: Floats) -> list[FoundCause]:
         base = float(np.percentile(own[same], 25))
         if len(same) >= LEAST:
             usual[same] = np.where(own[same] > LONG * base, base, own[same])
-    without_waits = np.zeros(len(own), bool) if device.joined is None else device.joined.last >= 0
     return [
-        *_longer_than(device, "slow-transfer", own, usual, without_waits),
-        *_longer_than(device, "imbalance/one rank", own, usual, ~without_waits),
+        *_longer_than(device, "slow-transfer", own, usual, device.last >= 0),
+        *_longer_than(device, "imbalance/one rank", own, usual, device.last < 0),
     ]
 
 
