@@ -60,8 +60,8 @@ class ProfileAnalyze(TraceOptions):
         if self.out is not None and self.out.resolve() in [path.resolve() for path in paths]:
             raise ValueError(f"--out {printable(self.out)} is one of the traces: choose another name")
         found = analyze_files(paths, names, steps)
-        for file, sentences in found.remarks.items():
-            print(f"{printable(file)}: {'; '.join(sentences)}", file=sys.stderr)
+        for remark in found.remarks:
+            print(remark, file=sys.stderr)
         if self.out is not None:
             save_lanes(found.pictures(), self.out)
         objects = found.as_objects()

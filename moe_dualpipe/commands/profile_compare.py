@@ -27,12 +27,10 @@ class ProfileCompare(TraceOptions):
         names, steps = self.names(), parse_steps(self.steps)
         paths = [trace_paths([argument]) for argument in (self.a, self.b)]
         both = [analyze_files(files, names, steps, causes=False) for files in paths]
-        devices = [device for files in both for device in files.devices]
-        sentences = [
-            f"{printable(one.path)}: {text}" for one in devices for text in (*one.remarks, one.left_out) if text
-        ]
-        for sentence in dict.fromkeys(sentences):
-            print(sentence, file=sys.stderr)
+        for files in both:
+            left_out = [f"{printable(one.path)}: {one.left_out}" for one in files.devices if one.left_out]
+            for remark in (*files.remarks, *dict.fromkeys(left_out)):
+                print(remark, file=sys.stderr)
         a, b = ([device.analysis for device in files.devices] for files in both)
         found = compare(a, b, (str(self.a), str(self.b)))
         self.show(found, comparison_text(found))

@@ -77,12 +77,9 @@ class TraceFiles:
         return [f"{printable(one.path)}, {one.name}" for one in self.devices]
 
     @property
-    def remarks(self) -> dict[Path, tuple[str, ...]]:
-        """The files to which there is something to say: damage, and kernels that may communicate."""
-        found: dict[Path, dict[str, None]] = defaultdict(dict)
-        for device in self.devices:
-            found[device.path].update(dict.fromkeys(device.remarks))
-        return {path: tuple(sentences) for path, sentences in found.items() if sentences}
+    def remarks(self) -> list[str]:
+        """Lines about damage in the files, and about kernels that may communicate."""
+        return [*dict.fromkeys(f"{printable(one.path)}: {text}" for one in self.devices for text in one.remarks)]
 
     def pictures(self) -> list[Picture]:
         """One picture per device, on one time axis. If the ranks' clocks cannot be compared, each starts at 0."""
