@@ -29,9 +29,11 @@ class TracedDevice:
 
     path: Path
     trace: Trace
-    """What is analyzed: the events of this device, without other steps."""
+    """What is analyzed: the events of this device, without other steps. Without causes, no events are kept."""
     names: Names
     analysis: Analysis
+    remarks: Sequence[str]
+    """Sentences about damage in the file, and about kernels that may communicate."""
     left_out: str = ""
     """A sentence about the steps that are analyzed; "" if the whole recording is."""
 
@@ -39,17 +41,6 @@ class TracedDevice:
     def name(self) -> str:
         label = printable(self.trace.label, 60)
         return ", ".join(filter(None, [label, self.analysis.name]))
-
-    @property
-    def remarks(self) -> list[str]:
-        """Sentences about damage in the file, and about kernels that may communicate."""
-        trace = self.trace
-        found = list(trace.notes)
-        if trace.truncated:
-            found.append(f"the file is cut off: only the first {trace.num_events:,} events are analyzed")
-        for what, number in (("skipped", trace.skipped), ("repaired", trace.repaired)):
-            found += [f"{plural(number, 'damaged event')} {what}"] * (number > 0)
-        return found + _kernels_that_may_communicate(trace.device_events, self.names)
 
     def work(self) -> tuple[Work, ...]:
         """The events that pictures show."""
@@ -111,7 +102,7 @@ def analyze_files(
     causes: find the causes of lost time, and divide exposed communication into waits for ranks and transfers.
     """
     traces = ((path, trace) for path in paths for trace in read_traces(path))
-    devices = [device for path, trace in traces for device in _devices(path, trace, names, steps)]
+    devices = [device for path, trace in traces for device in _devices(path, trace, names, steps, causes)]
     if not causes:
         return TraceFiles(devices, compare_traces([]))
     if all(device.trace.rank is not None for device in devices):
@@ -127,7 +118,7 @@ def analyze_files(
     )
 
 
-def _devices(path: Path, trace: Trace, names: Names, steps: Choice) -> list[TracedDevice]:
+def _devices(path: Path, trace: Trace, names: Names, steps: Choice, causes: bool) -> list[TracedDevice]:
     """The devices of a trace that was read from `path`. Raises TraceError if nothing on them takes time."""
     _refuse_launches_alone(path, trace)
     trace, found = host_as_device(trace, names), []
@@ -136,12 +127,24 @@ def _devices(path: Path, trace: Trace, names: Names, steps: Choice) -> list[Trac
         (analysis,) = analyze(window.trace, names)
         if analysis.window_us:
             analysis = replace(analysis, steps=tuple(window.steps))
-            found.append(TracedDevice(path, window.trace, names, analysis, window.left_out))
+            kept = window.trace if causes else Trace(rank=trace.rank, label=trace.label)
+            remarks = _remarks(window.trace, names)
+            found.append(TracedDevice(path, kept, names, analysis, remarks, window.left_out))
     if not found:
         raise TraceError(
             f"{path}: there is no kernel on a device, and no operator on a CPU, in {plural(trace.num_events, 'event')}"
         )
     return found
+
+
+def _remarks(trace: Trace, names: Names) -> list[str]:
+    """Sentences about damage in the file, and about kernels that may communicate."""
+    found = list(trace.notes)
+    if trace.truncated:
+        found.append(f"the file is cut off: only the first {trace.num_events:,} events are analyzed")
+    for what, number in (("skipped", trace.skipped), ("repaired", trace.repaired)):
+        found += [f"{plural(number, 'damaged event')} {what}"] * (number > 0)
+    return found + _kernels_that_may_communicate(trace.device_events, names)
 
 
 def _kernels_that_may_communicate(events: Sequence[DeviceEvent], names: Names) -> list[str]:
