@@ -14,8 +14,8 @@ from ...messages import plural, printable
 from ..drawing.tables import markdown
 from .account import KINDS, LOST, WAITING, Key, totals, without_next
 from .analyze import Analysis
-from .doctor.device import MOST_EVENTS
 from .doctor.verdict import Verdict
+from .doctor.view import MOST_EVENTS
 
 if TYPE_CHECKING:
     from .files import TracedDevice, TraceFiles

@@ -1,4 +1,4 @@
-"""The graph of dependencies of a device: from what a trace records, and from when things happened.
+"""The graph of dependencies of a view: from what a trace records, and from when things happened.
 
                  GPU                                                    CPU
 host             one call after another, of all threads                 a thread does one thing after another
@@ -19,7 +19,6 @@ The assumed inputs are the latest that are possible. Gains are rather too small 
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -39,9 +38,7 @@ from .replay import (
     merged,
     previous_of,
 )
-
-if TYPE_CHECKING:
-    from .device import Device
+from .view import View
 
 NEAR = 5.0
 """Microseconds after the end of its input in which an event starts."""
@@ -54,98 +51,98 @@ Inputs = dict[int, int]
 """The event on another stream that an event needs."""
 
 
-def graph_of(device: "Device") -> Graph:
-    """Return the graph of a device, with its nodes numbered as in the device."""
-    waiting = device.waiting_calls
-    start = np.concatenate([device.call_ends[waiting], device.call_starts, device.start])
-    calls = np.zeros(len(device.calls)) if device.is_cpu else device.call_ends - device.call_starts
+def graph_of(view: View) -> Graph:
+    """Return the graph of a view, with its nodes numbered as in the view."""
+    waiting = view.waiting_calls
+    start = np.concatenate([view.call_ends[waiting], view.call_starts, view.start])
+    calls = np.zeros(len(view.calls)) if view.is_cpu else view.call_ends - view.call_starts
     calls[waiting] = np.minimum(calls[waiting], _SHORT_CALL)
-    duration = np.concatenate([np.zeros(len(waiting)), calls, device.duration])
+    duration = np.concatenate([np.zeros(len(waiting)), calls, view.duration])
     before, launch = np.full(len(start), -1, np.int64), np.full(len(start), -1, np.int64)
     lag = np.zeros(len(start))
-    before[device.event_nodes] = np.where(device.previous >= 0, device.event_nodes[device.previous], -1)
-    lag[device.event_nodes] = 0.0 if device.is_cpu else _GAP
-    _add_hosts(device, start, duration, before, lag)
-    launched = device.launch >= 0
-    launch[device.event_nodes[launched]] = device.call_nodes[device.launch[launched]]
-    waits = _waits_of_calls(device) if device.is_cpu else merged([_waits_of_calls(device), _between_streams(device)])
-    is_device = np.arange(len(start)) >= device.first_event
-    return graph_of_nodes(is_device, start, duration, before, lag, launch, device.latency, waits)
+    before[view.event_nodes] = np.where(view.previous >= 0, view.event_nodes[view.previous], -1)
+    lag[view.event_nodes] = 0.0 if view.is_cpu else _GAP
+    _add_hosts(view, start, duration, before, lag)
+    launched = view.launch >= 0
+    launch[view.event_nodes[launched]] = view.call_nodes[view.launch[launched]]
+    waits = _waits_of_calls(view) if view.is_cpu else merged([_waits_of_calls(view), _between_streams(view)])
+    is_device = np.arange(len(start)) >= view.first_event
+    return graph_of_nodes(is_device, start, duration, before, lag, launch, view.latency, waits)
 
 
-def _add_hosts(device: "Device", start: Floats, duration: Floats, before: Ints, lag: Floats) -> None:
+def _add_hosts(view: View, start: Floats, duration: Floats, before: Ints, lag: Floats) -> None:
     """Calls and ends of waits follow what their thread did before, on a CPU also its computation.
 
     Beside a GPU, all threads count as one: autograd's thread runs while another one waits.
     """
-    computing = np.flatnonzero(~device.is_comm & device.is_cpu)
-    nodes = np.concatenate([np.arange(device.first_event), device.event_nodes[computing]])
-    of_call = [call.thread[1] if device.is_cpu else "" for call in device.calls]
-    of_event = [device.events[event].stream for event in computing.tolist()]
-    threads = np.array([*(of_call[call] for call in device.waiting_calls.tolist()), *of_call, *of_event])
+    computing = np.flatnonzero(~view.is_comm & view.is_cpu)
+    nodes = np.concatenate([np.arange(view.first_event), view.event_nodes[computing]])
+    of_call = [call.thread[1] if view.is_cpu else "" for call in view.calls]
+    of_event = [view.events[event].stream for event in computing.tolist()]
+    threads = np.array([*(of_call[call] for call in view.waiting_calls.tolist()), *of_call, *of_event])
     in_order = np.argsort(start[nodes], kind="stable")
     nodes = nodes[in_order]
     previous = previous_of(threads[in_order])
     before[nodes] = np.where(previous >= 0, nodes[previous], -1)
     lag[nodes] = np.where(previous >= 0, start[nodes] - (start + duration)[nodes[previous]], 0.0)
-    lag[: len(device.waiting_calls)] = 0.0  # what remains of a wait is for its transfer
+    lag[: len(view.waiting_calls)] = 0.0  # what remains of a wait is for its transfer
 
 
-def _waits_of_calls(device: "Device") -> Edges:
+def _waits_of_calls(view: View) -> Edges:
     """A thread of a CPU takes time to go on: what exceeds it is not a part of the wait."""
-    awaited = device.awaited[device.waiting_calls]
-    most = WAKE_UP if device.is_cpu else np.inf
-    lag = np.clip(device.call_ends[device.waiting_calls] - device.end[awaited], None, most)
-    return edges(ends(device.event_nodes[awaited]), np.arange(len(awaited)), lag, SYNC)
+    awaited = view.awaited[view.waiting_calls]
+    most = WAKE_UP if view.is_cpu else np.inf
+    lag = np.clip(view.call_ends[view.waiting_calls] - view.end[awaited], None, most)
+    return edges(ends(view.event_nodes[awaited]), np.arange(len(awaited)), lag, SYNC)
 
 
-def _between_streams(device: "Device") -> Edges:
-    inputs = _assumed(device)
-    binding = dict(_binding(device, inputs))
+def _between_streams(view: View) -> Edges:
+    inputs = _assumed(view)
+    binding = dict(_binding(view, inputs))
     found = [(source, target, kind) for target, (source, kind) in binding.items()]
     found += [(source, target, ASSUMED) for target, source in inputs.items() if binding.get(target) != (source, DATA)]
     source, target, kind = np.array(found, np.int64).reshape(-1, 3).T
-    lag = np.where(kind == ASSUMED, 0.0, device.start[target] - device.end[source])
-    return edges(ends(device.event_nodes[source]), device.event_nodes[target], lag, kind)
+    lag = np.where(kind == ASSUMED, 0.0, view.start[target] - view.end[source])
+    return edges(ends(view.event_nodes[source]), view.event_nodes[target], lag, kind)
 
 
-def _same_chunk(device: "Device", one: int, other: int) -> bool:
+def _same_chunk(view: View, one: int, other: int) -> bool:
     """Whether two events may belong to the same chunk."""
-    return device.chunks[one] == device.chunks[other] or None in (device.chunks[one], device.chunks[other])
+    return view.chunks[one] == view.chunks[other] or None in (view.chunks[one], view.chunks[other])
 
 
-def _binding(device: "Device", inputs: Inputs) -> Iterator[tuple[int, tuple[int, int]]]:
+def _binding(view: View, inputs: Inputs) -> Iterator[tuple[int, tuple[int, int]]]:
     """Late events, what ended on another stream when each started, and whether it is an input: DATA or ORDER."""
-    late = np.flatnonzero(device.start - device.ready > LATE)
-    by_end = np.argsort(device.end, kind="stable")
-    last = np.searchsorted(device.end[by_end], device.start[late] + CLOCK, side="right")
-    first = np.searchsorted(device.end[by_end], device.start[late] - NEAR)
+    late = np.flatnonzero(view.start - view.ready > LATE)
+    by_end = np.argsort(view.end, kind="stable")
+    last = np.searchsorted(view.end[by_end], view.start[late] + CLOCK, side="right")
+    first = np.searchsorted(view.end[by_end], view.start[late] - NEAR)
     for target, begin, end in zip(late.tolist(), first.tolist(), last.tolist(), strict=True):
         known = inputs.get(target, -1)
         ended = [
             source for source in by_end[begin:end][::-1].tolist()
-            if device.stream[source] != device.stream[target] and source < target
+            if view.stream[source] != view.stream[target] and source < target
         ]  # fmt: skip
         # the input if it is there, else work of the same chunk; of several, what ended last
-        ended.sort(key=lambda source: (source != known, not _same_chunk(device, source, target)))
-        if ended and device.end[ended[0]] > device.ready[target] + CLOCK:
-            yield target, (ended[0], DATA if _is_input(device, ended[0], target, known) else ORDER)
+        ended.sort(key=lambda source: (source != known, not _same_chunk(view, source, target)))
+        if ended and view.end[ended[0]] > view.ready[target] + CLOCK:
+            yield target, (ended[0], DATA if _is_input(view, ended[0], target, known) else ORDER)
 
 
-def _is_input(device: "Device", source: int, target: int, known: int) -> bool:
-    every_wait_has_one = known >= 0 and device.num_waits[target] == 1 and device.chunks[target] is not None
-    may_need = device.may_wait[target] and _same_chunk(device, source, target) and not every_wait_has_one
+def _is_input(view: View, source: int, target: int, known: int) -> bool:
+    every_wait_has_one = known >= 0 and view.num_waits[target] == 1 and view.chunks[target] is not None
+    may_need = view.may_wait[target] and _same_chunk(view, source, target) and not every_wait_has_one
     return source == known or bool(may_need)
 
 
-def _assumed(device: "Device") -> Inputs:
+def _assumed(view: View) -> Inputs:
     """The inputs that were ready in time, as far as known."""
     found: Inputs = {}
     done: dict[tuple[bool, str | None], deque[int]] = defaultdict(lambda: deque(maxlen=16))
-    order = np.argsort(device.launch, kind="stable")
-    for target in order[device.launch[order] >= 0].tolist():
-        is_comm, chunk = bool(device.is_comm[target]), device.chunks[target]
-        source = _latest_input(device, target, done[not is_comm, chunk])
+    order = np.argsort(view.launch, kind="stable")
+    for target in order[view.launch[order] >= 0].tolist():
+        is_comm, chunk = bool(view.is_comm[target]), view.chunks[target]
+        source = _latest_input(view, target, done[not is_comm, chunk])
         if source is not None:
             found[target] = source
             if not is_comm and chunk is not None:
@@ -155,16 +152,16 @@ def _assumed(device: "Device") -> Inputs:
     return found
 
 
-def _latest_input(device: "Device", target: int, launched: Sequence[int]) -> int | None:
+def _latest_input(view: View, target: int, launched: Sequence[int]) -> int | None:
     """Computation can need all transfers; transfers need activations of their chunk."""
-    is_comm, chunk = device.is_comm[target], device.chunks[target]
-    if not device.may_wait[target] or (not is_comm and device.num_waits[target] < 0 and chunk is None):
+    is_comm, chunk = view.is_comm[target], view.chunks[target]
+    if not view.may_wait[target] or (not is_comm and view.num_waits[target] < 0 and chunk is None):
         return None
     ended = [
         source for source in launched
-        if device.end[source] <= device.start[target] + CLOCK and device.stream[source] != device.stream[target]
-        and (not is_comm or chunk is None or (_same_chunk(device, source, target) and not device.is_wgrad[source]))
+        if view.end[source] <= view.start[target] + CLOCK and view.stream[source] != view.stream[target]
+        and (not is_comm or chunk is None or (_same_chunk(view, source, target) and not view.is_wgrad[source]))
     ]  # fmt: skip
     if is_comm or not ended:
         return ended[-1] if ended else None
-    return max(ended, key=lambda source: device.end[source])
+    return max(ended, key=lambda source: view.end[source])
