@@ -11,7 +11,7 @@ from ..tools.drawing.figures import check_output
 from ..tools.profiler.communication import Names
 from ..tools.profiler.files import analyze_files
 from ..tools.profiler.pictures.lanes import SUFFIXES, save_lanes
-from ..tools.profiler.reading.paths import trace_paths
+from ..tools.profiler.reading import trace_paths
 from ..tools.profiler.report import traces_text
 from ..tools.profiler.windows import parse_steps
 from .options import JsonOption
@@ -59,9 +59,9 @@ class ProfileAnalyze(TraceOptions):
         paths, steps = trace_paths(self.traces), parse_steps(self.steps)
         if self.out is not None and self.out.resolve() in [path.resolve() for path in paths]:
             raise ValueError(f"--out {printable(self.out)} is one of the traces: choose another name")
-        found = analyze_files(paths, names, self.out is not None, steps)
-        for file, sentences in found.remarks.items():
-            print(f"{printable(file)}: {'; '.join(sentences)}", file=sys.stderr)
+        found = analyze_files(paths, names, steps)
+        for remark in found.remarks:
+            print(remark, file=sys.stderr)
         if self.out is not None:
             save_lanes(found.pictures(), self.out)
         objects = found.as_objects()

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from ..command_line import Mark, Positional
 from ..messages import printable
-from ..tools.profiler.compare import compare, comparison_text
 from ..tools.profiler.files import analyze_files
-from ..tools.profiler.reading.paths import trace_paths
+from ..tools.profiler.reading import trace_paths
+from ..tools.profiler.report import compare, comparison_text
 from ..tools.profiler.windows import parse_steps
 from .profile import TraceOptions
 
@@ -26,13 +26,11 @@ class ProfileCompare(TraceOptions):
     def run(self) -> None:
         names, steps = self.names(), parse_steps(self.steps)
         paths = [trace_paths([argument]) for argument in (self.a, self.b)]
-        both = [analyze_files(files, names, pictures=False, steps=steps, causes=False) for files in paths]
-        devices = [device for files in both for device in files.devices]
-        sentences = [
-            f"{printable(one.path)}: {text}" for one in devices for text in (*one.remarks, one.left_out) if text
-        ]
-        for sentence in dict.fromkeys(sentences):
-            print(sentence, file=sys.stderr)
+        both = [analyze_files(files, names, steps, causes=False) for files in paths]
+        for files in both:
+            left_out = [f"{printable(one.path)}: {one.left_out}" for one in files.devices if one.left_out]
+            for remark in (*files.remarks, *dict.fromkeys(left_out)):
+                print(remark, file=sys.stderr)
         a, b = ([device.analysis for device in files.devices] for files in both)
         found = compare(a, b, (str(self.a), str(self.b)))
-        self.show(found, comparison_text(found, [one[0].device == "cpu" for one in (a, b)]))
+        self.show(found, comparison_text(found))

@@ -78,9 +78,3 @@ def without_group(text: str) -> tuple[str, str]:
 def segment_name(text: str) -> str:
     """The name of a segment, from its label, or from that of its setup or of a wait for it: "mlp(B)" -> "mlp"."""
     return _KIND.sub("", without_wait(text).removeprefix(PREPARE))
-
-
-def step_number(text: str) -> int | None:
-    """12 for "step 12"; None for any other text."""
-    number = text.removeprefix(STEP)
-    return int(number) if number != text and number.isdecimal() else None

@@ -2,7 +2,7 @@
 
 Two clocks give the time. A computation advances the first. A transfer starts on the second once it is launched and
 earlier transfers have ended. A wait moves the first clock to the end of its transfer. The events come from a recording
-(tools/profiler/bound.py) or from predicted times. These are in the order of the overlap engine (overlap/engine.py):
+(tools/profiler/measure.py) or from predicted times. These are in the order of the overlap engine (overlap/engine.py):
 
     compute    attn(F) mlp(B) mlp(W) mlp(F) attn(B) attn(W)
     transfer   dispatch(F) dispatch(B) combine(F) combine(B)

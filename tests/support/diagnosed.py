@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_dualpipe.tools.profiler import NAMES, read_trace
-from moe_dualpipe.tools.profiler.doctor.dependencies import graph_of
 from moe_dualpipe.tools.profiler.doctor.device import Device
 from moe_dualpipe.tools.profiler.doctor.replay import Change, replay
 from moe_dualpipe.tools.profiler.doctor.verdict import Verdict
-from moe_dualpipe.tools.profiler.doctor.view import view_of
 from moe_dualpipe.tools.profiler.files import TraceFiles, analyze_files
 
 from .faults import Fault, Job, Recording, run, write_traces
@@ -19,12 +17,12 @@ Ranked = list[tuple[int, Verdict]]
 
 
 def analyzed(recording: Recording, folder: Path) -> TraceFiles:
-    return analyze_files(write_traces(recording, folder), pictures=False)
+    return analyze_files(write_traces(recording, folder))
 
 
 def ranked(files: TraceFiles) -> Ranked:
     """The verdicts on all ranks: largest gain first, those without a gain last."""
-    found = [(device.rank or 0, verdict) for device in files.devices for verdict in device.analysis.verdicts]
+    found = [(device.trace.rank or 0, verdict) for device in files.devices for verdict in device.analysis.verdicts]
     return sorted(found, key=lambda item: -(item[1].gain_us or 0.0))
 
 
@@ -34,9 +32,7 @@ def verdicts_of(job: Job, folder: Path) -> Ranked:
 
 def case_of(path: Path) -> Device:
     """The case of the first device of a trace."""
-    trace = read_trace(path)
-    view = view_of(trace, trace.device_events[0].device, NAMES.kind_of)
-    return Device(view, graph_of(view))
+    return Device(read_trace(path), NAMES)
 
 
 def gain_of(case: Device, *changes: Change) -> float:

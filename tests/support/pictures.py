@@ -2,7 +2,6 @@
 
 from moe_dualpipe.tools.profiler.account import account
 from moe_dualpipe.tools.profiler.communication import NAMES
-from moe_dualpipe.tools.profiler.phases import Phases
 from moe_dualpipe.tools.profiler.pictures.picture import Picture, work_of
 from moe_dualpipe.tools.profiler.trace import DeviceEvent, HostEvent, Trace
 
@@ -22,4 +21,4 @@ def picture(*works, shift=0.0, title="title"):
         elif phase:
             trace.annotations.append(HostEvent(phase, 10 * number, 10 * number + 9, HOST))
         before = phase
-    return Picture(title, work_of(trace, NAMES, Phases(trace)), shift, account(trace))
+    return Picture(title, work_of(trace, NAMES), shift, account(trace))

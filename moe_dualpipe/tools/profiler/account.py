@@ -23,10 +23,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ...overlap.labels import OPTIMIZER as OPTIMIZER_PART
-from .categories import category_of
+from .categories import category_of, short_name
 from .communication import NAMES, Names
 from .intervals import Intervals, as_intervals, difference, intervals_of, union
-from .kernel_names import short_name
 from .phases import Phases
 from .trace import WAITS, DeviceEvent, Trace
 
@@ -72,10 +71,6 @@ class Entry:
     @property
     def us(self) -> float:
         return self.end_us - self.start_us
-
-    @property
-    def key(self) -> Key:
-        return self.kind, self.detail
 
 
 def _owners(spans: Iterable[tuple[float, float, int]], times: np.ndarray) -> np.ndarray:
@@ -235,7 +230,7 @@ def spans_of(entries: Iterable[Entry], *kinds: str) -> Intervals:
 
 
 class Total(NamedTuple):
-    """All entries of one kind, or of one kind and detail."""
+    """All entries of one kind and detail."""
 
     kind: str
     detail: str
@@ -243,12 +238,10 @@ class Total(NamedTuple):
     us: float
 
 
-def totals(entries: Iterable[Entry], details: bool = True) -> list[Total]:
-    """The sums by kind and detail, longest first; without details by kind, in their order."""
-    found: dict[Key, tuple[int, float]] = {}
-    for entry in entries:
-        key = entry.kind, entry.detail if details else ""
-        times, us = found.get(key, (0, 0.0))
-        found[key] = times + 1, us + entry.us
-    rows = [Total(*key, *sums) for key, sums in found.items()]
-    return sorted(rows, key=lambda row: -row.us if details else KINDS.index(row.kind))
+def totals(entries: Iterable[Entry]) -> list[Total]:
+    """The sums by kind and detail, longest first."""
+    found: dict[Key, Total] = {}
+    for kind, detail, us in ((entry.kind, entry.detail, entry.us) for entry in entries):
+        before = found.get((kind, detail), Total(kind, detail, 0, 0.0))
+        found[kind, detail] = before._replace(times=before.times + 1, us=before.us + us)
+    return sorted(found.values(), key=lambda total: -total.us)

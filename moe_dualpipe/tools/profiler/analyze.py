@@ -7,9 +7,10 @@ kernel nor a copy runs. Copies compute nothing, but they are work that the devic
 hidden nor exposed. All other times are sums of the account (account.py).
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from operator import attrgetter
 from typing import Any
 
@@ -34,7 +35,7 @@ from .doctor.verdict import Verdict
 from .host import host_as_device
 from .intervals import Intervals, intersection, intervals_of, union, union_length
 from .phases import Phases
-from .trace import DeviceEvent, Trace
+from .trace import DeviceEvent, HostEvent, Trace
 from .windows import DeviceStep
 
 
@@ -45,7 +46,7 @@ class Phase:
     name: str
     """The annotation or module."""
     times: int
-    """Number of annotations or calls of modules, not counting annotations of waits. Of transfers: their number."""
+    """Annotations or calls of modules that launched work, without waits. Of transfers: their number."""
     compute_us: float
     """Computation."""
     comm_us: float
@@ -180,16 +181,19 @@ def _phases(
     by_kind: dict[str, list[DeviceEvent]], trace: Trace, phases: Phases, exposed: Intervals
 ) -> tuple[Phase, ...]:
     launched: dict[str, dict[str, list[DeviceEvent]]] = defaultdict(lambda: {kind: [] for kind in by_kind})
+    owners: dict[str, set[HostEvent]] = defaultdict(set)
     for kind, events in by_kind.items():
         for event in events:
             launched[phases.phase_of(event)][kind].append(event)
+            if owner := phases.owner_of(event):
+                owners[owner.name].add(owner)
     found = []
-    times_waited = Counter(without_wait(wait.name) for wait in trace.waits)
-    order = {name: number for number, name in enumerate(phases.times)}
-    for name in sorted((name for name in launched if name), key=lambda name: order.get(name, len(order))):
+    waits = {wait._replace(name=without_wait(wait.name)) for wait in trace.waits}
+    starts = {name: min((owner.start for owner in owners[name]), default=inf) for name in launched if name}
+    for name in sorted(starts, key=lambda name: starts[name]):
         comm_exposed = union_length(intersection(union(intervals_of(launched[name]["comm"])), exposed))
         compute, comm, copies = (sum(one.end - one.start for one in events) for events in launched[name].values())
-        times = phases.times[name] - times_waited[name] if name in order else len(launched[name]["comm"])
+        times = len(owners[name] - waits) if owners[name] else len(launched[name]["comm"])
         found.append(Phase(name, max(times, 1), compute, comm, copies, comm_exposed))
     return tuple(found)
 

@@ -1,4 +1,4 @@
-"""Tell what kind of work a kernel does, by the words of its name.
+"""Tell what kind of work a kernel does, by the words of its name, and shorten names.
 
 A trace has only names. ROWS is an ordered table, and the first row that matches decides. Its pattern is searched in the
 words of the kernel's own function, so that "add" is not found in "padding", and template arguments do not count. If the
@@ -10,6 +10,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
+from ...messages import printable
 from .communication import function_name
 from .trace import PEER_COPY, DeviceEvent
 
@@ -169,16 +170,16 @@ ROWS = (
 )  # fmt: skip
 """In the order in which they are tried."""
 
-KERNEL_CATEGORIES = tuple(dict.fromkeys(row.category for row in ROWS))
-CATEGORIES = (*KERNEL_CATEGORIES, COMMUNICATION, COPY_ENGINE, COPY, OTHER)
-
 _MAY_COMMUNICATE = re.compile(r"\b(?:dispatch|combine|all ?to ?all|send|recv|put|get|a 2 ?a)\b")
 _COMPUTE_FOR_SURE = "attention", "GEMM", "grouped GEMM"
 
 _ROWS = [(row, re.compile(rf"\b(?:{row.pattern})\b"), re.compile(rf"\b(?:{row.whole})\b")) for row in ROWS]
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SAYS_NOTHING = re.compile(r"(?:cutlass|device|global|k?entry|kernel|launch|trampoline|agent|enable if|invoke|\d| )*")
-_LONGEST = 4000
+_WRAPPERS = re.compile(r"(?i)(device_|global_?)?kernel\d?|enable_sm\w+|_?Kernel|launch_kernel|invoke\w*|entry")
+"""Functions that say nothing: what they run is their first template argument."""
+_AUTOGRAD = "autograd::engine::evaluate_function: "
+_LONGEST = 4000  # longer names are cut: they need not be parsed
 
 
 def category_of(event: DeviceEvent, kind: str) -> str:
@@ -213,3 +214,24 @@ def may_communicate(name: str) -> bool:
 def words(name: str) -> str:
     """The words and numbers of a name, in lower case: "cunn_SoftMaxForward2d" -> "cunn soft max forward 2 d"."""
     return " ".join(_WORD.findall(name)).lower()
+
+
+@lru_cache(maxsize=1 << 16)
+def short_name(name: str) -> str:
+    """A short name for labels: the function's own, without return type, namespaces and arguments.
+
+    void at::native::elementwise_kernel<128, 4, ...>(int, ...)             elementwise_kernel
+    void cutlass::Kernel2<cutlass_80_tensorop_s16816gemm_f16_256x128>(...)  cutlass_80_tensorop_s16816gemm_f16_256x128
+    _ZN2at6native13reduce_kernelILi512E...                                  reduce_kernel
+    autograd::engine::evaluate_function: AddmmBackward0                     AddmmBackward0
+    ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage)      ncclDevKernel_AllReduce_Sum_bf16_RING_LL
+
+    A name that has no known form is cut.
+    """
+    text = name[:_LONGEST].strip().removeprefix(_AUTOGRAD).removesuffix(".kd")
+    if text.startswith(("_Z", "void ")) or "(" in text or "<" in text:
+        *spaces, own = function_name(text).split("::")
+        _, _, arguments = text.partition("<")
+        inside = re.split(r"[,>]", short_name(arguments))[0].strip() if arguments and _WRAPPERS.fullmatch(own) else ""
+        text = inside if len(inside) > 8 else "::".join([*spaces[-1:], own]) if _WRAPPERS.fullmatch(own) else own
+    return printable(text or name, 200)

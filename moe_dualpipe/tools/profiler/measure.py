@@ -2,16 +2,24 @@
 
 A single process acts as one of many ranks over a modeled link. Sequential and overlapped runs alternate for a few
 rounds; of each, the recording with the median length is kept.
+
+How much communication could the overlapped run hide at most, with its segments in their order and of their measured
+lengths? The least time of these segments (overlap/pair_time.py) tells the least exposed time. A run has more of it: the
+host adds gaps between segments. docs/overlap.md derives what this means for one layer. The recording of a CPU has all
+that is needed. A recording of a GPU lacks the order in which streams wait, so it has no such bound.
 """
 
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -19,17 +27,19 @@ from ...expert_parallel import Link, Loopback, Replay
 from ...expert_parallel.labels import COMBINE, DISPATCH
 from ...kernels.fp8 import weights_unchanged
 from ...messages import plural
-from ...overlap.labels import BACKWARD, FORWARD, label, letter_of
+from ...overlap.labels import BACKWARD, FORWARD, PREPARE, SIZES_WAIT, is_wait, label, letter_of, without_wait
+from ...overlap.pair_time import Await, Begin, Computation, Event, least_time
 from ..drawing.tables import markdown
 from .analyze import Analysis
-from .bound import possible_share, recorded_events
 from .capture import capture, synchronize
+from .communication import NAMES
 from .files import TraceFiles, analyze_files
-from .intervals import intersection, intervals_of, union, union_length
+from .intervals import intersection, intervals_of, length_before, union, union_length
 from .pair import Pair, PairWorkload
+from .phases import Phases
 from .pictures.picture import Picture, Work
-from .reading import read_trace
-from .report import account_rows, percent
+from .report import account_rows, percent, phase_rows
+from .trace import Trace
 
 COMM_SHARE = 0.5
 """With a CPU's default link, communication takes this share of the computation time: nearly all of it can be hidden."""
@@ -43,6 +53,7 @@ DEEPSEEK = {
 MAX_COMM_SECONDS = 60.0
 """A link that takes longer is an error."""
 RUNS = "sequential", "overlapped"
+_SIZES = without_wait(SIZES_WAIT)
 
 
 @dataclass(frozen=True)
@@ -53,12 +64,15 @@ class Measurement:
     num_ranks: int
     link: str
     runs: dict[str, TraceFiles]
-    possible: float | None = None
-    """The share of the communication that the overlapped run could hide (bound.py); None if unknown."""
 
     @property
     def analyses(self) -> dict[str, Analysis]:
         return {run: files.devices[0].analysis for run, files in self.runs.items()}
+
+    @property
+    def possible(self) -> float | None:
+        """The share of the communication that the overlapped run could hide; None if unknown."""
+        return possible_share(recorded_events(self.runs["overlapped"].devices[0].trace))
 
     @property
     def bound_us(self) -> float:
@@ -86,12 +100,11 @@ class Measurement:
     def as_text(self) -> str:
         """Both runs beside each other, and the lower bound."""
         sequential, overlapped = (self.analyses[run] for run in RUNS)
-        passes = self.workload.layers * (1 if self.workload.mode == "train" else 2)  # of a micro-batch
         possible = "" if self.possible is None else f"{percent(self.possible)} possible, reached "
         parts = [
             f"{self.workload.description}; experts over {plural(self.num_ranks, 'rank')}\n{self.link}",
             markdown(account_rows(self.analyses)),
-            markdown(_phase_rows(self.analyses, passes)),
+            markdown(phase_rows(self.analyses)),
             f"lower bound (computation or communication alone, whichever is longer): {self.bound_us:,.0f} us\n"
             f"overlapped: {overlapped.window_us / self.bound_us:.2f} of the bound, "
             f"{overlapped.window_us / sequential.window_us:.2f} of sequential\n"
@@ -106,9 +119,10 @@ class Measurement:
         phase = max(device.analysis.phases, key=lambda phase: phase.exposed_comm_us, default=None)
         if phase is None or phase.exposed_comm_us < 0.01 * device.analysis.comm_us:
             return ""
-        sent = union(intervals_of(one.event for one in device.work if one.kind == "comm" and one.phase == phase.name))
+        work = device.work()
+        sent = union(intervals_of(one.event for one in work if one.kind == "comm" and one.phase == phase.name))
         beside: dict[str, list[Work]] = defaultdict(list)
-        for one in device.work:
+        for one in work:
             if one.kind == "compute" and letter_of(one.phase):
                 beside[one.phase].append(one)
         us = {
@@ -121,18 +135,6 @@ class Measurement:
             f"\nexposed most: {phase.name}, {each:,.0f} us of {whole:,.0f} us each. To hide it, what "
             f"runs beside it ({', '.join(names) or 'nothing'}) would have to take {each:,.0f} us longer"
         )
-
-
-def _phase_rows(analyses: dict[str, Analysis], passes: int) -> list[list[str]]:
-    """The time of each phase in each run: microseconds per layer and micro-batch."""
-    columns = ("computation", "compute_us"), ("communication", "comm_us"), ("exposed", "exposed_comm_us")
-    rows = [[f"us per layer and micro-batch: {' -> '.join(analyses)}", *(name for name, _ in columns)]]
-    by_name = [{phase.name: phase for phase in analysis.phases} for analysis in analyses.values()]
-    for name in dict.fromkeys(name for phases in by_name for name in phases):
-        found = [phases.get(name) for phases in by_name]
-        cells = [[f"{getattr(phase, key) / passes:,.0f}" if phase else "-" for phase in found] for _, key in columns]
-        rows.append([name, *(" -> ".join(cell) if set(cell) - {"0", "-"} else "" for cell in cells)])
-    return rows
 
 
 @weights_unchanged()
@@ -157,9 +159,8 @@ def measure(
         pair = Pair(workload, backend := Loopback(experts, num_ranks))
         description = set_link(pair, backend, link, rounds)
     recordings = record(pair, out, rounds)
-    possible = possible_share(recorded_events(read_trace(recordings["overlapped"])))
     runs = {run: analyze_files([path]) for run, path in recordings.items()}
-    return Measurement(workload, num_ranks, description, runs, possible)
+    return Measurement(workload, num_ranks, description, runs)
 
 
 def default_ranks(num_experts: int) -> int:
@@ -214,9 +215,44 @@ def record(pair: Pair, out: Path, rounds: int) -> dict[str, Path]:
                 path = Path(folder) / f"{run}-{i}.json.gz"
                 with capture(path, pair.workload.device):
                     getattr(pair, run)()
-                found = analyze_files([path], pictures=False, causes=False)
+                found = analyze_files([path], causes=False)
                 recorded[run].append((found.devices[0].analysis.window_us, path))
         for run, recordings in recorded.items():
             _, median = statistics.median_low(recordings[1:])
             median.replace(kept[run])
     return kept
+
+
+def possible_share(events: Sequence[Event]) -> float | None:
+    """The largest share of the communication that can be hidden; None without communication."""
+    computing = sum(event.time for event in events if isinstance(event, Computation))
+    sending = sum(event.time for event in events if isinstance(event, Begin))
+    return 1 - (least_time(events) - computing) / sending if sending else None
+
+
+def recorded_events(trace: Trace) -> list[Event]:
+    """The computations, transfers and waits of a recorded pair, in microseconds; empty if the device is not a CPU.
+
+    trace: from `host_as_device`. If two transfers overlap in time, the one that ends later counts from the end of the
+    other one.
+    """
+    if any(event.device != "cpu" for event in trace.device_events):
+        return []
+    phases = Phases(trace, NAMES)
+    comm = sorted((e for e in trace.device_events if NAMES.kind_of(e) == "comm"), key=lambda event: event.end)
+    computing = union(intervals_of(event for event in trace.device_events if NAMES.kind_of(event) == "compute"))
+    marks: list[tuple[float, Event]] = [
+        (one.start, Await(without_wait(one.name))) for one in trace.waits if is_wait(one.name)
+    ]
+    reached = 0.0
+    for transfer in comm:
+        name, launch = phases.name_of(transfer), trace.launch_of(transfer) or transfer
+        time = max(transfer.end - max(transfer.start, reached), 0.0)
+        marks.append((launch.start, Begin(_SIZES if name.startswith(PREPARE) else name, time)))
+        reached = max(reached, transfer.end)
+    marks.sort(key=lambda mark: mark[0])
+    edges = np.array([-np.inf, *(time for time, _ in marks), np.inf])
+    before = length_before(computing)(np.clip(edges, -1e18, 1e18))
+    between = [Computation(float(end - start)) for start, end in pairwise(before)]
+    pairs = zip(between, [*(event for _, event in marks), None], strict=True)
+    return [event for pair in pairs for event in pair if event is not None]

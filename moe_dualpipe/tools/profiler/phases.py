@@ -7,7 +7,7 @@ recorded, such as "all_to_allv in ep".
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 
 from ...overlap.labels import letter_of
@@ -34,8 +34,6 @@ class Phases:
         self._broad = _broad_annotations(trace)
         self._modules = _named_modules(trace.modules)
         self._owners = self._find_owners(trace)
-        self.times = Counter(event.name for event in (*trace.annotations, *self._modules))
-        """How often each annotation and module was entered."""
 
     def owner_of(self, event: DeviceEvent) -> HostEvent | None:
         """The annotation or module that launched `event`; None if unknown."""
@@ -56,8 +54,6 @@ class Phases:
         if transfer:
             place = group or place
             return f"{transfer} in {place}" if place else transfer
-        if place and self._names.kind_of(event) == "copy":
-            return f"{event.name} in {place}"
         return place or event.name
 
     def is_named(self, event: DeviceEvent) -> bool:
@@ -76,13 +72,11 @@ class Phases:
     def _find_owners(self, trace: Trace) -> _Found:
         narrow = [event for event in trace.annotations if event.name not in self._broad]
         broad = [event for event in trace.annotations if event.name in self._broad]
-        steps = dict.fromkeys(trace.steps)
         on_thread = trace.innermost_on_thread
-        own = on_thread([*broad, *steps]) | on_thread(self._modules) | on_thread(narrow)
+        own = on_thread(broad) | on_thread(self._modules) | on_thread(narrow)
         # autograd's thread has no annotations, and the thread that called it waits inside one
         others = [(launch.start, key) for key, launch in trace.launches_of_work() if key not in own]
-        found = innermost(broad, others) | innermost(narrow, others) | own
-        return {key: event for key, event in found.items() if event not in steps}
+        return innermost(broad, others) | innermost(narrow, others) | own
 
 
 def _broad_annotations(trace: Trace) -> set[str]:

@@ -17,8 +17,7 @@ from ...overlap.labels import STEP
 from ...training.extensions import Extension, Update
 from .capture import capture, synchronize
 from .reading import read_trace
-from .recorded_pipeline import RecordedPipeline, pipelines_text
-from .steps import Step, recorded_steps
+from .recorded_pipeline import RecordedPipeline, Step, pipelines_text, recorded_steps
 
 WARM_UP = 2
 """Number of steps before the first recorded step."""

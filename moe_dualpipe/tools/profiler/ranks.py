@@ -6,46 +6,31 @@ clocks of different hosts.
 
 A collective is compared only among the ranks of its process group: with tensor and data parallelism, a rank belongs to
 several groups. Within a group, collectives with the same kind and sequence number are one meeting. Without sequence
-numbers, the k-th collective of one rank is the k-th of the others, as long as their kinds agree; a sentence says where
-they do not. A send meets the receive of its peer in the same way, the k-th the k-th: PyTorch numbers sends and receives
-on each rank separately, over all peers (`seqP2P_` in ProcessGroupNCCL.cpp).
+numbers, the k-th collective of a kind on one rank is the k-th on the others; a sentence says if these do not overlap in
+time. A send meets the receive of its peer in the same way, the k-th the k-th: PyTorch numbers sends and receives on
+each rank separately, over all peers (`seqP2P_` in ProcessGroupNCCL.cpp).
 
 Transfers without a recorded group are compared among all ranks, by the names of their kernels.
 """
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from ...messages import list_ranks, plural
 from .account import WAITING, Entry
-from .communication import group_name, kind_of_collective
-from .trace import DeviceEvent
+from .communication import NAMES, Names, group_name, kind_of_collective
+from .trace import DeviceEvent, Trace
 
 _POINT_TO_POINT = re.compile(r":(send|recv)|gloo:broadcast|shared:")  # NCCL's kernels do not distinguish the first two
 """Transfers that are not compared. A broadcast of gloo consists of sends, and its root does not wait."""
 _LEAST_OVERLAP = 0.9
 """Minimum share of a group's meetings in which all ranks are inside at one moment. Clocks are not exact."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankTransfers:
-    """The transfers of one rank, in microseconds."""
-
-    transfers: Sequence[DeviceEvent]
-    start_us: float
-    """Start of its first event."""
-    base_us: float = 0.0
-    """The origin of its times."""
-    host: str = ""
-    """Name of the host; ranks on the same host share a clock. "" if unknown."""
-    rank: int | None = None
-    world_size: int | None = None
 
 
 class RecordedGroup(NamedTuple):
@@ -88,38 +73,25 @@ class Meeting(NamedTuple):
 
 @dataclass(frozen=True)
 class RankComparison:
-    """Several ranks with their common collectives and clock."""
+    """The common collectives of several ranks, and their clock."""
 
-    ranks: Sequence[RankTransfers]
     meetings: Sequence[Meeting]
     shifts_us: Sequence[float | None]
     """Start of each rank's first event minus the start of rank 0's first event, on one clock. None: unknown."""
-    problems: Sequence[str]
-    """Groups whose collectives could not be compared, each with the reason."""
-
-    @property
-    def sentences(self) -> list[str]:
-        """Sentences: which groups could not be compared, and why, and which ranks have no trace."""
-        found = [f"Not compared: {problem}." for problem in self.problems]
-        size = max((rank.world_size or 0 for rank in self.ranks), default=0)
-        missing = sorted({*range(size)} - {rank.rank for rank in self.ranks if rank.rank is not None})
-        if missing and len(self.ranks) > 1:
-            shown = f" ({list_ranks(missing)})" if len(missing) <= 8 else ""
-            of = f"{len(missing):,} of {plural(size, 'rank')}"
-            found.append(f"{of} have no trace here{shown}: waits for them count as communication.")
-        return found
+    sentences: Sequence[str]
+    """Which groups could not be compared, and why, and which ranks have no trace."""
 
 
-def compare_traces(ranks: Sequence[RankTransfers]) -> RankComparison:
+def compare_traces(ranks: Sequence[Trace], names: Names = NAMES) -> RankComparison:
     """Compare the ranks by process group."""
     recorded: dict[RecordedGroup, dict[int, list[DeviceEvent]]] = defaultdict(dict)
     for position, rank in enumerate(ranks):
-        for event in sorted(rank.transfers, key=lambda event: event.start):
-            if (group := _group_of(event, rank)) is not None:
+        for event in sorted(rank.device_events, key=lambda event: event.start):
+            if names.kind_of(event) == "comm" and (group := _group_of(event, rank)) is not None:
                 recorded[group].setdefault(position, []).append(event)
     meetings, problems = list[Meeting](), list[str]()
     for group, members in recorded.items():
-        found = _meetings_of(group, members, ranks, problems) if len(members) > 1 else []
+        found = _meetings_of(group, members, len(ranks), problems) if len(members) > 1 else []
         if found and _share_that_overlaps(ranks, found) < _LEAST_OVERLAP:
             problems.append(f"{group}: collectives that should be the same do not overlap in time")
         else:
@@ -128,10 +100,20 @@ def compare_traces(ranks: Sequence[RankTransfers]) -> RankComparison:
     starts = [rank.start_us - offsets[i] if i in offsets else None for i, rank in enumerate(ranks)]
     first = starts[0] if len(ranks) == 1 or any(start is not None for start in starts[1:]) else None
     shifts = [None if start is None or first is None else start - first for start in starts]
-    return RankComparison(ranks, meetings, shifts, problems)
+    return RankComparison(meetings, shifts, [*(f"Not compared: {text}." for text in problems), *_missing(ranks)])
 
 
-def _group_of(event: DeviceEvent, rank: RankTransfers) -> RecordedGroup | None:
+def _missing(ranks: Sequence[Trace]) -> Iterator[str]:
+    """A sentence if some of several ranks have no trace."""
+    size = max((rank.world_size or 0 for rank in ranks), default=0)
+    missing = sorted({*range(size)} - {rank.rank for rank in ranks if rank.rank is not None})
+    if missing and len(ranks) > 1:
+        shown = f" ({list_ranks(missing)})" if len(missing) <= 8 else ""
+        of = f"{len(missing):,} of {plural(size, 'rank')}"
+        yield f"{of} have no trace here{shown}: waits for them count as communication."
+
+
+def _group_of(event: DeviceEvent, rank: Trace) -> RecordedGroup | None:
     """The group of a transfer; None for a transfer that cannot be compared."""
     found = event.collective
     if found is None:
@@ -148,73 +130,44 @@ def _group_of(event: DeviceEvent, rank: RankTransfers) -> RecordedGroup | None:
 
 Members = Mapping[int, Sequence[DeviceEvent]]
 """The transfers of each rank of one group, by its position in the list of ranks."""
-Keyed = Mapping[int, Mapping[object, DeviceEvent]]
-"""The same by a key. Equal keys are the same collective."""
 
 
-def _meetings_of(
-    group: RecordedGroup, members: Members, ranks: Sequence[RankTransfers], problems: list[str]
-) -> list[Meeting]:
+def _meetings_of(group: RecordedGroup, members: Members, num_ranks: int, problems: list[str]) -> list[Meeting]:
     """The meetings of one group, in the order of its first rank. Appends to `problems` why others are missing."""
-    if group == RecordedGroup() and len(members) < len(ranks):
-        others = [position for position in range(len(ranks)) if position not in members]
-        problems.append(f"transfers without a recorded group: {_names(ranks, others)} recorded none")
+    if group == RecordedGroup() and len(members) < num_ranks:
+        problems.append(f"{group}: only {len(members)} of {plural(num_ranks, 'rank')} recorded any")
         return []
     if group.size is not None and len(members) > group.size:
         problems.append(f"{group}: {len(members)} ranks recorded this group of {plural(group.size, 'rank')}")
         return []
     joined: dict[object, dict[int, DeviceEvent]] = defaultdict(dict)
-    for member, events in (_by_number(group, members) or _by_order(group, members, ranks, problems)).items():
-        for key, event in events.items():
+    for member, events in members.items():
+        for key, event in zip(_keys(group, events), events, strict=True):
             joined[key][member] = event
+    counts = [len(events) for events in members.values()]
+    numbered = all(event.collective and event.collective.sequence is not None for event in chain(*members.values()))
+    if min(counts) < max(counts) and (group.peers or not numbered):
+        first = f"the first {min(counts):,} of each are compared in their order"
+        problems.append(f"{group}: some ranks recorded more collectives than others, without numbers ({first})")
     return [Meeting(group, tuple(same), tuple(same.values())) for same in joined.values() if len(same) > 1]
 
 
-def _by_number(group: RecordedGroup, members: Members) -> Keyed | None:
-    """By sequence number and kind; several with the same ones (in a coalesced call) are counted. None: unknown."""
+def _keys(group: RecordedGroup, events: Sequence[DeviceEvent]) -> Iterator[object]:
+    """Yield a key for each transfer of one rank; equal keys are the same collective.
+
+    It is the sequence number, if there is one, and the kind. Several with the same ones are counted: those of a
+    coalesced call, and all without numbers. A send meets a receive, and each of them has numbers of its own.
+    """
     times: Counter[object] = Counter()
-    keyed: dict[int, dict[object, DeviceEvent]] = defaultdict(dict)
-    for member, events in members.items():
-        for event in events:
-            if group.peers or event.collective is None or event.collective.sequence is None:
-                return None
-            key = event.collective.sequence, _kind(group, event)
-            keyed[member][*key, times[member, key]] = event
-            times[member, key] += 1
-    return keyed
+    for event in events:
+        recorded = event.collective
+        kind = kind_of_collective(event) or (recorded.name if recorded else "") or event.name
+        key = ("", None) if group.peers else (kind, recorded.sequence if recorded else None)
+        yield *key, times[key]
+        times[key] += 1
 
 
-def _by_order(group: RecordedGroup, members: Members, ranks: Sequence[RankTransfers], problems: list[str]) -> Keyed:
-    """By their order, as long as the kinds agree. Appends a sentence to `problems` where they do not."""
-    first = max(members, key=lambda member: len(members[member]))
-    keyed: dict[int, dict[object, DeviceEvent]] = {}
-    problem = ""
-    for member, events in members.items():
-        pairs = zip(members[first], events, strict=False)
-        alike = [*takewhile(lambda pair: _kind(group, pair[0]) == _kind(group, pair[1]), pairs)]
-        keyed[member] = {k: event for k, (_, event) in enumerate(alike)}
-        if len(alike) < len(members[first]):
-            names = " and ".join(_names(ranks, [one]) for one in sorted((first, member)))
-            in_order = f" ({len(alike):,} of them are compared in their order)" if alike else ""
-            problem = f"{group}: {names} recorded different collectives, without numbers{in_order}"
-    problems += [problem] if problem else []
-    return keyed
-
-
-def _kind(group: RecordedGroup, event: DeviceEvent) -> str:
-    """A kind that is the same on all members. A send meets a receive."""
-    recorded = event.collective.name if event.collective else ""
-    return "" if group.peers else kind_of_collective(event) or recorded or event.name
-
-
-def _names(ranks: Sequence[RankTransfers], positions: Iterable[int]) -> str:
-    numbers = [ranks[position].rank for position in positions]
-    if None in numbers:
-        return f"trace{'s' * (len(numbers) > 1)} {', '.join(map(str, positions))}"
-    return list_ranks([number for number in numbers if number is not None])
-
-
-def clock_offsets(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting], root: int = 0) -> dict[int, float]:
+def clock_offsets(ranks: Sequence[Trace], meetings: Sequence[Meeting], root: int = 0) -> dict[int, float]:
     """How far each rank's clock is ahead of that of `root`, for all ranks that are connected to it.
 
     Ranks on one host share a clock. Between hosts, the offset is the median difference between the ends of the same
@@ -240,7 +193,7 @@ def clock_offsets(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting], r
     return known
 
 
-def _share_that_overlaps(ranks: Sequence[RankTransfers], meetings: Sequence[Meeting]) -> float:
+def _share_that_overlaps(ranks: Sequence[Trace], meetings: Sequence[Meeting]) -> float:
     """The share of the meetings of one group in which all ranks are inside at one moment."""
     offsets, met = clock_offsets(ranks, meetings, meetings[0].members[0]), 0
     for meeting in meetings:
@@ -251,7 +204,7 @@ def _share_that_overlaps(ranks: Sequence[RankTransfers], meetings: Sequence[Meet
 
 def waits_for_ranks(comparison: RankComparison, names: Sequence[str]) -> list[list[Entry]]:
     """For each rank, the times in which a collective waited for the last rank to join, sorted. names: of the ranks."""
-    waits: list[list[Entry]] = [[] for _ in comparison.ranks]
+    waits: list[list[Entry]] = [[] for _ in names]
     for meeting in comparison.meetings:
         for member, event in zip(meeting.members, meeting.events, strict=True):
             if member != meeting.last:

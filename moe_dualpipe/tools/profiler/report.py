@@ -1,11 +1,18 @@
-"""Reports of traces as text: the account of each device, the hidden share, and the causes of lost time."""
+"""Reports of traces: accounts of devices, the hidden share, and causes of lost time; two recordings compared.
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+Two recordings are compared by a table of their differences, which add up. As in `analyze`, a step lasts from its first
+computation to that of the next one. So the last step only tells where the one before ends, and recordings of different
+lengths can be compared. A recording can have several devices: its numbers are means over them. If a recording has no
+steps, whole recordings are compared.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ...messages import plural, printable
 from ..drawing.tables import markdown
-from .account import KINDS, LOST, WAITING, totals
+from .account import KINDS, LOST, WAITING, Key, totals, without_next
 from .analyze import Analysis
 from .doctor.verdict import Verdict
 from .doctor.view import MOST_EVENTS
@@ -14,9 +21,9 @@ if TYPE_CHECKING:
     from .files import TracedDevice, TraceFiles
 
 MAX_DETAILS = 8  # rows of lost times in an account
-MOST_VERDICTS = 8
 LEAST_SHARE = 0.01
 """A smaller share of the window is not reported as lost."""
+MOST_DETAILS = 12  # rows of differences
 HEALTHY = "All that is not computation at full speed takes less than 1% of the window, or has the causes above."
 
 
@@ -27,7 +34,7 @@ def analysis_text(analysis: Analysis, phases: bool = False) -> str:
     """
     parts = [markdown(account_rows({analysis.name: analysis}, details=True))]
     if phases and analysis.phases:
-        parts.append(markdown(_phase_rows(analysis)))
+        parts.append(markdown(phase_rows({analysis.name: analysis})))
     return "\n\n".join([*parts, analysis.hidden_sentence])
 
 
@@ -66,7 +73,7 @@ def traces_text(files: "TraceFiles", phases: bool = False) -> str:
     parts = []
     for device in files.devices:
         text = analysis_text(device.analysis, phases)
-        path = ", ".join(filter(None, [printable(device.path), printable(device.label, 60)]))
+        path = ", ".join(filter(None, [printable(device.path), printable(device.trace.label, 60)]))
         parts.append("\n".join(filter(None, [path, device.left_out, text])))
         parts.append(verdicts_text(device.analysis))
     if len(files.devices) > 1:
@@ -86,13 +93,18 @@ def compare_ranks(names: Sequence[str], devices: Sequence["TracedDevice"]) -> st
     return markdown(rows)
 
 
-def _phase_rows(analysis: Analysis) -> list[list[str]]:
-    rows = [
-        [phase.name, f"{phase.times:,}"]
-        + [f"{time / phase.times:,.0f}" for time in (phase.compute_us, phase.comm_us, phase.exposed_comm_us)]
-        for phase in analysis.phases
-    ]
-    return [["phase", "times", "computation, us each", "communication", "exposed"], *rows]
+def phase_rows(analyses: dict[str, Analysis]) -> list[list[str]]:
+    """Return table rows with the time of each phase: of one analysis, or of several with an arrow between them."""
+    columns = ("computation, us each", "compute_us"), ("communication", "comm_us"), ("exposed", "exposed_comm_us")
+    heading = "phase" if len(analyses) == 1 else f"phase: {' -> '.join(analyses)}"
+    rows = [[heading, "times", *(title for title, _ in columns)]]
+    by_name = [{phase.name: phase for phase in analysis.phases} for analysis in analyses.values()]
+    for name in dict.fromkeys(name for phases in by_name for name in phases):
+        found = [phases.get(name) for phases in by_name]
+        cells = [[f"{phase.times:,}" if phase else "-" for phase in found]]
+        cells += [[f"{getattr(one, key) / one.times:,.0f}" if one else "-" for one in found] for _, key in columns]
+        rows.append([name, *(" -> ".join(cell) for cell in cells)])
+    return rows
 
 
 def percent(fraction: float | None) -> str:
@@ -108,9 +120,7 @@ def verdicts_text(analysis: Analysis) -> str:
     if num_events > MOST_EVENTS:
         parts.append(f"Causes were searched only in the first {MOST_EVENTS:,} of {num_events:,} events of the device.")
     verdicts, lost = analysis.verdicts, analysis.time_of(*LOST) / max(analysis.window_us, 1e-9)
-    parts += [_verdict_text(number, verdict, lost) for number, verdict in enumerate(verdicts[:MOST_VERDICTS], start=1)]
-    if len(verdicts) > MOST_VERDICTS:
-        parts.append(f"{plural(len(verdicts) - MOST_VERDICTS, 'smaller cause')} not shown.")
+    parts += [_verdict_text(number, verdict, lost) for number, verdict in enumerate(verdicts, start=1)]
     return "\n".join([*parts, _unexplained(analysis)])
 
 
@@ -136,3 +146,96 @@ def _verdict_text(number: int, verdict: Verdict, lost: float) -> str:
     lines = [f"{number}. {printable(verdict.title).removesuffix('.')} ({printable(verdict.kind)}).{place}"]
     lines += [printable(sentence, 400) for sentence in (*verdict.evidence, explained)]
     return "\n   ".join(lines)
+
+
+# ---- Two recordings compared ----
+
+
+def compare(a: Sequence[Analysis], b: Sequence[Analysis], names: tuple[str, str] = ("A", "B")) -> dict[str, Any]:
+    """Return a JSON object: the devices of both recordings, and the times of each kind and detail of their accounts.
+
+    Times are per step if all devices have steps, otherwise of the whole recordings. The largest difference comes first.
+    """
+    sides = {"a": _side(names[0], a), "b": _side(names[1], b)}
+    by_step = all(side["steps"] for side in sides.values())
+    us_a, us_b = _mean_account(a, by_step), _mean_account(b, by_step)
+    rows = []
+    for kind, detail in {**us_a, **us_b}:
+        of_a, of_b = us_a.get((kind, detail), 0.0), us_b.get((kind, detail), 0.0)
+        rows.append({"kind": kind, "detail": detail, "a_us": of_a, "b_us": of_b, "difference_us": of_b - of_a})
+    rows.sort(key=lambda row: (-abs(row["difference_us"]), row["kind"], row["detail"]))
+    for name, side in sides.items():
+        side["step_us"] = sum(row[f"{name}_us"] for row in rows)
+    difference = sides["b"]["step_us"] - sides["a"]["step_us"]
+    return {"by_step": by_step, **sides, "difference_us": difference, "account": rows}
+
+
+def _side(name: str, analyses: Sequence[Analysis]) -> dict[str, Any]:
+    """A recording. steps: the number of steps of every device, at least."""
+    comm = sum(analysis.comm_us for analysis in analyses)
+    hidden = sum(analysis.hidden_kernels_us for analysis in analyses) / comm if comm else None
+    gpus, steps = {analysis.gpu for analysis in analyses}, min(len(analysis.steps) for analysis in analyses)
+    return {"name": name, "devices": len(analyses), "gpus": sorted(gpus - {""}), "steps": steps, "step_us": 0.0,
+            "hidden_fraction": hidden}  # fmt: skip
+
+
+def _mean_account(analyses: Sequence[Analysis], by_step: bool) -> dict[Key, float]:
+    """The time of each kind and detail: of one step, or of the whole recording."""
+    found: dict[Key, float] = defaultdict(float)
+    for analysis in analyses:
+        start, end, steps = float("-inf"), float("inf"), 1
+        if by_step and len(analysis.steps) > 1:
+            start, end, steps = analysis.steps[0].start, analysis.steps[-1].start, len(analysis.steps) - 1
+        for entry in analysis.account:
+            us = max(min(entry.end_us, end) - max(entry.start_us, start), 0.0)
+            found[entry.kind, without_next(entry.detail)] += us / steps / len(analyses)
+    return found
+
+
+def comparison_text(found: dict[str, Any]) -> str:
+    """Return what `compare` found: both recordings, how their steps differ, and by which times."""
+    a, b = found["a"], found["b"]
+    heads = [_side_text("A", a), _side_text("B", b)]
+    if not found["by_step"]:
+        unknown = " and ".join(letter for letter, side in (("A", a), ("B", b)) if not side["steps"])
+        heads.append(f"No steps are recorded in {unknown}: whole recordings are compared.")
+    rows = [(row["kind"], row["detail"], row["a_us"], row["b_us"]) for row in found["account"]]
+    kinds = [("step" if found["by_step"] else "recording", a["step_us"], b["step_us"])]
+    for kind in KINDS:
+        us_a, us_b = (sum(row[side] for row in rows if row[0] == kind) for side in (2, 3))
+        if max(us_a, us_b) >= 0.5:
+            kinds.append((f"- {kind}", us_a, us_b))
+    details = [(", ".join(filter(None, row[:2])), *row[2:]) for row in rows[:MOST_DETAILS]]
+    if rest := rows[MOST_DETAILS:]:
+        details.append((f"{len(rest)} more", sum(row[2] for row in rest), sum(row[3] for row in rest)))
+    parts = ["\n".join(heads), _difference_sentence(found)]
+    parts += [_table("us per step" if found["by_step"] else "us", kinds), _table("the largest differences", details)]
+    hidden = a["hidden_fraction"], b["hidden_fraction"]
+    if hidden != (None, None):
+        shares = f"{percent(hidden[0])} is hidden behind computation in A, and {percent(hidden[1])} in B"
+        parts.append(f"Of the communication, {shares}.")
+    return "\n\n".join(parts)
+
+
+def _side_text(letter: str, side: dict[str, Any]) -> str:
+    gpus = f" ({printable(', '.join(side['gpus']))})" if side["gpus"] else ""
+    devices = plural(side["devices"], "device") + gpus
+    steps = plural(side["steps"], "step") if side["steps"] else "no steps"
+    return f"{letter}: {printable(side['name'])}: {devices}, {steps}"
+
+
+def _difference_sentence(found: dict[str, Any]) -> str:
+    a, b, difference = found["a"]["step_us"], found["b"]["step_us"], found["difference_us"]
+    what = "A step" if found["by_step"] else "The recording"
+    share = abs(difference) / a if a else 0.0
+    more = f"{abs(difference):,.0f} us {'more' if difference > 0 else 'less'}"
+    return f"{what} of B takes {more} ({share:.1%}) than of A: {b:,.0f} us instead of {a:,.0f} us."
+
+
+def _table(heading: str, rows: Iterable[tuple[str, float, float]]) -> str:
+    """A table of times in A and B, and how they differ."""
+    shown = [[heading, "A", "B", "B - A", "change"]]
+    for name, a, b in rows:
+        change = "-" if a < 0.5 else f"{b / a - 1:+.1%}" if b < 10 * a else f"{b / a:,.0f} times"
+        shown.append([printable(name, 80), f"{a:,.0f}", f"{b:,.0f}", f"{b - a:+,.0f}", change])
+    return markdown(shown)

@@ -116,6 +116,11 @@ class Trace:
     queues: int | None = None
     """CUDA_DEVICE_MAX_CONNECTIONS, if it is recorded."""
 
+    @property
+    def start_us(self) -> float:
+        """Start of the first device event."""
+        return min(event.start for event in self.device_events)
+
     def launch_of(self, event: DeviceEvent) -> HostEvent | None:
         """The launch of `event`, if it is recorded."""
         return None if event.correlation is None else self.launches.get(event.correlation)

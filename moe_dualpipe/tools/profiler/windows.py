@@ -44,6 +44,7 @@ class AnalyzedWindow(NamedTuple):
     """The analyzed part of one device's trace."""
 
     trace: Trace
+    """All that the host did, and the events of the device in these steps."""
     steps: Sequence[DeviceStep]
     """The steps that are analyzed; () if none are recorded."""
     left_out: str = ""
@@ -90,12 +91,11 @@ def window_of(trace: Trace, device: str, choice: Choice, names: Names) -> Analyz
     said = f"analyzed: {_span(chosen)} of {_span(steps)}"
     if choice == "default":
         said = f"analyzed: {_span(chosen)}, without {outside} outside of the steps (--steps all includes them)"
-    within = _host_part(replace(trace, device_events=kept), chosen)
-    return AnalyzedWindow(within, chosen, said if len(kept) < len(events) else "")
+    return AnalyzedWindow(replace(trace, device_events=kept), chosen, said if len(kept) < len(events) else "")
 
 
-def _recorded(trace: Trace, processes: Collection[str]) -> list[tuple[int, HostEvent]]:
-    """The annotated steps of these processes with their numbers, in order.
+def annotated_steps(trace: Trace, processes: Collection[str] = ()) -> list[tuple[int, HostEvent]]:
+    """The annotated steps of these processes, or of all, with their numbers, in order.
 
     There are none if annotations overlap, or if their numbers do not grow.
     """
@@ -110,7 +110,7 @@ def _recorded(trace: Trace, processes: Collection[str]) -> list[tuple[int, HostE
 def _device_steps(trace: Trace, events: Sequence[DeviceEvent], names: Names) -> list[DeviceStep]:
     """The steps that computed something on the device of `events`."""
     launches = [trace.launch_of(event) for event in events]
-    recorded = _recorded(trace, {launch.thread[0] for launch in launches if launch is not None})
+    recorded = annotated_steps(trace, {launch.thread[0] for launch in launches if launch is not None})
     if not recorded:
         return []
     launched = any(launches)  # then work without a launch was launched before the recording
@@ -137,24 +137,6 @@ def _belongs(event: DeviceEvent, trace: Trace, steps: Sequence[DeviceStep], name
     if launch is not None and names.kind_of(event) == "comm":
         return steps[0].launched[0] <= launch.start < steps[-1].launched[1]
     return steps[0].start <= event.start < steps[-1].end
-
-
-def _host_part(trace: Trace, steps: Sequence[DeviceStep]) -> Trace:
-    """Leave out what the host did outside of the steps, except for launches of device events and events around them."""
-    first, last = steps[0].launched[0], steps[-1].launched[1]
-    own = {event.correlation for event in trace.device_events}
-    launches = {n: call for n, call in trace.launches.items() if n in own or first <= call.start < last}
-    earliest = min([first, *(call.start for call in launches.values())])
-    latest = max((call.start for call in launches.values()), default=first)
-
-    def around(events: Sequence[HostEvent]) -> list[HostEvent]:
-        return [event for event in events if event.end > earliest and (event.start < last or event.start <= latest)]
-
-    return replace(
-        trace, launches=launches, annotations=around(trace.annotations), modules=around(trace.modules),
-        transfers=around(trace.transfers), waits=around(trace.waits),
-        steps=[step for step in trace.steps if first <= step.start < last],
-    )  # fmt: skip
 
 
 def _span(steps: Sequence[DeviceStep]) -> str:

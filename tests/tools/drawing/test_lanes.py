@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from moe_dualpipe.cli import main
 from moe_dualpipe.messages import printable
 from moe_dualpipe.tools.drawing.timeline import LABELS
-from moe_dualpipe.tools.profiler.intervals import intervals_of, union, union_length
 from moe_dualpipe.tools.profiler.pictures.lanes import (
     COLORS,
     COPIES,
@@ -88,9 +87,9 @@ def test_runs_end_at_another_phase_a_gap_and_another_stream():
     shown = picture(("a", 0, 9, "x"), ("b", 2, 4, "x"), ("b", 9, 10), ("b", 11, 12), ("c", 12, 13), ("a", 20, 21, "x"),
                     ("a", 22, 23, "x", "9"))  # fmt: skip
     expected = [(0, 9, "x"), (9, 12, "b"), (12, 13, "c"), (20, 21, "x"), (22, 23, "x")]
-    assert sorted(runs(shown.work, 3.0)) == expected and len([*runs(shown.work, 0.5)]) == 6
+    assert sorted(one[:3] for one in runs(shown.work, 3.0)) == expected and len([*runs(shown.work, 0.5)]) == 6
     twice = picture(("a", 0, 4, "mlp(F)"), ("n", 1, 2, "attn(B)", "9"), ("b", 4, 9, "mlp(F)"))  # entered twice
-    assert sorted(runs(twice.work, 3.0)) == [(0, 4, "mlp(F)"), (1, 2, "attn(B)"), (4, 9, "mlp(F)")]
+    assert sorted(one[:3] for one in runs(twice.work, 3.0)) == [(0, 4, "mlp(F)"), (1, 2, "attn(B)"), (4, 9, "mlp(F)")]
 
 
 LETTERS = ("gemm", 0, 50, "mlp(F)"), ("ncclA", 0, 100, "combine(B)", "9")
@@ -161,11 +160,11 @@ def saved(path, *pictures):
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.lists(works, max_size=12), st.integers(0, 50)), min_size=1, max_size=3))
-def test_all_work_is_in_rows_without_overlap_and_times_add_up(tmp_path_factory, devices):
+def test_all_work_is_in_rows_without_overlap(tmp_path_factory, devices):
     pictures = [picture(*own, shift=by / 7, title=f"rank {i}") for i, (own, by) in enumerate(devices)]
     found = saved(tmp_path_factory.mktemp("view") / "view.json", *pictures)
     assert [name for name, _ in found] == [picture.title for picture in pictures]
-    for shown, (own, by), (_, rows) in zip(pictures, devices, found, strict=True):
+    for (own, by), (_, rows) in zip(devices, found, strict=True):
         for _, slices in rows:
             assert all(end <= start for (_, end, *_), (start, *_) in pairwise(slices))
 
@@ -174,14 +173,6 @@ def test_all_work_is_in_rows_without_overlap_and_times_add_up(tmp_path_factory, 
 
         streams = sorted((title, *one[:3]) for title, slices in rows if title.startswith("stream ") for one in slices)
         assert streams == sorted((f"stream {stream}", ns(a), ns(b), name) for name, a, b, _, stream in own)
-        times = dict.fromkeys(("hidden", "exposed"), 0.0)
-        for start, end, name, _ in (one for title, slices in rows if title == "communication" for one in slices):
-            times[name] += (end - start) / 1e3
-        tolerance = 2e-3 * len(own) + 1e-3
-        sending = union_length(union(intervals_of(one.event for one in shown.of_kind("comm"))))
-        assert sum(times.values()) == pytest.approx(sending, abs=tolerance)
-        exposed = sum(entry.us for entry in shown.account if entry.kind == "exposed communication")
-        assert times["exposed"] == pytest.approx(exposed, abs=tolerance)
 
 
 def test_an_account_causes_and_phases_are_rows(tmp_path):

@@ -115,9 +115,9 @@ def test_relabeled_entries_change_inside_the_spans_alone(seed):
     assert all(a.end_us == b.start_us for a, b in pairwise(found))
     for moment in np.arange(entries[0].start_us, entries[-1].end_us) + 0.5:
         before, span = entry_at(entries, moment), entry_at(spans, moment)
-        assert entry_at(found, moment).key == (
-            (span.kind, f"{span.detail}, x") if span and before.kind == TRANSFER else before.key
-        )
+        kind, detail = (span.kind, f"{span.detail}, x") if span and before.kind == TRANSFER else (before.kind, "x")
+        now = entry_at(found, moment)
+        assert (now.kind, now.detail) == (kind, detail)
 
 
 def test_the_computation_after_a_transfer_is_not_its_unpacking():

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_dualpipe.tools.profiler import read_trace
+from moe_dualpipe.tools.profiler import NAMES, read_trace
 from moe_dualpipe.tools.profiler.doctor.calls import POLL
+from moe_dualpipe.tools.profiler.doctor.device import Device
 from moe_dualpipe.tools.profiler.doctor.joint import JointGraph, shared_collectives
 from moe_dualpipe.tools.profiler.doctor.replay import (
     ASSUMED,
@@ -25,7 +26,6 @@ from moe_dualpipe.tools.profiler.doctor.replay import (
     without,
 )
 from moe_dualpipe.tools.profiler.doctor.slowdown import cause_of, slowdown_of
-from moe_dualpipe.tools.profiler.files import analyze_devices
 from moe_dualpipe.tools.profiler.ranks import compare_traces
 from tests.support.diagnosed import case_of, gain_of, verdicts_of
 from tests.support.faults import FAULTS, run, write_traces
@@ -84,9 +84,9 @@ def test_a_transfer_uses_up_one_of_the_queued_waits(tmp_path, waits, of_transfer
     events += [launch(9, 15, thread=2, name="cudaStreamWaitEvent")] * (waits > 0)
     for i, name in enumerate(("ncclDevKernel", "gemm", "gemm")):
         events += [launch(i, 20 + 5 * i), kernel(name, 100 + 50 * i, 40, stream=8 if i else 9, correlation=i)]
-    view = case_of(write(tmp_path / "t.json", events)).view
-    assert view.num_waits.tolist() == [of_transfer, of_kernel, min(of_kernel, 0) if waits == 0 else 0]
-    assert view.may_wait.tolist() == [of_transfer != 0, of_kernel != 0, waits == 0]
+    case = case_of(write(tmp_path / "t.json", events))
+    assert case.num_waits.tolist() == [of_transfer, of_kernel, min(of_kernel, 0) if waits == 0 else 0]
+    assert case.may_wait.tolist() == [of_transfer != 0, of_kernel != 0, waits == 0]
 
 
 @pytest.mark.parametrize(("after_us", "kind"), [(4, DATA), (20, ASSUMED)])
@@ -99,8 +99,8 @@ def test_a_transfer_that_starts_soon_after_its_input_waited_for_it(after_us, kin
     case = case_of(write(tmp_path / "t.json", events))
     found = case.graph.edges.keep(np.isin(case.graph.edges.kind, (DATA, ASSUMED)))
     rows = zip(
-        (found.source_node - case.view.first_event).tolist(),
-        (found.target - case.view.first_event).tolist(),
+        (found.source_node - case.first_event).tolist(),
+        (found.target - case.first_event).tolist(),
         found.kind.tolist(),
         strict=True,
     )
@@ -121,8 +121,8 @@ def polling(compute_us, wait, folder):
 
 def test_what_follows_a_poll_moves_with_what_it_waits_for(tmp_path):
     case, faster = (polling(us, poll("ep"), tmp_path / str(us)) for us in (3000, 1800))
-    true, us = case.window_us - faster.window_us, 0.4 * case.view.duration * ~case.is_comm
-    assert true > 1000 and gain_of(case, partial(shorter, nodes=case.view.event_nodes, us=us)) == pytest.approx(
+    true, us = case.window_us - faster.window_us, 0.4 * case.duration * ~case.is_comm
+    assert true > 1000 and gain_of(case, partial(shorter, nodes=case.event_nodes, us=us)) == pytest.approx(
         true, rel=0.01
     )
 
@@ -132,14 +132,14 @@ def test_what_follows_a_poll_moves_with_what_it_waits_for(tmp_path):
 ], ids=str)  # fmt: skip
 def test_polls(tmp_path, wait, us, number):
     """None: a host that is ahead, one that works long after the transfer, and a wait as short as ordinary work."""
-    assert sum(call.name == POLL for call in polling(us, wait, tmp_path).view.calls) == number
+    assert sum(call.name == POLL for call in polling(us, wait, tmp_path).calls) == number
 
 
 @pytest.mark.parametrize(("us", "ends_at", "waits"), [(150, 140, True), (50, 40, False), (150, 160, False)])
 def test_a_long_call_that_outlasts_its_own_copy_waits_for_it(tmp_path, us, ends_at, waits):
     events = [launch(1, 0, name="cudaMemcpyAsync", duration=us), kernel("Memcpy DtoH", 5, ends_at - 5, correlation=1)]
     case = case_of(write(tmp_path / "t.json", events))
-    assert [call.sync for call in case.view.calls] == [waits] == [SYNC in case.graph.edges.kind]
+    assert [call.sync for call in case.calls] == [waits] == [SYNC in case.graph.edges.kind]
 
 
 def test_launches_wait_while_the_queue_is_full(tmp_path):
@@ -150,7 +150,7 @@ def test_launches_wait_while_the_queue_is_full(tmp_path):
         events += [launch(i, now, duration=blocked), kernel("gemm", 10 + 200 * i, 199, correlation=i)]
         now += blocked
     case = case_of(write(tmp_path / "t.json", events))
-    assert gain_of(case, partial(shorter, nodes=case.view.event_nodes, us=case.view.duration / 2)) == pytest.approx(
+    assert gain_of(case, partial(shorter, nodes=case.event_nodes, us=case.duration / 2)) == pytest.approx(
         3000 * 199 / 2, rel=0.05
     )
 
@@ -179,13 +179,13 @@ def examined(made_up, folder, drift=0.0, launches=True):
 
     drift: by how much the clock of rank 1 is too fast. launches: whether they are recorded.
     """
-    found, devices = [], []
-    for path in write_traces(run(made_up), folder, drift=drift):
+    paths = write_traces(run(made_up), folder, drift=drift)
+    for path in paths:
         whole = json.loads(path.read_text())
         kept = [one for one in whole["traceEvents"] if launches or one.get("cat") != "cuda_runtime"]
         path.write_text(json.dumps(whole | {"traceEvents": kept}))
-        devices += analyze_devices(path, read_trace(path), pictures=False, examined=found)
-    cases, comparison = [one.device for one in found], compare_traces([device.transfers for device in devices])
+    traces = [read_trace(path) for path in paths]
+    cases, comparison = [Device(trace, NAMES) for trace in traces], compare_traces(traces)
     return cases, shared_collectives(cases, comparison.meetings), [shift or 0.0 for shift in comparison.shifts_us]
 
 
@@ -207,7 +207,7 @@ def test_the_replay_of_several_ranks_gives_the_recorded_times(layer_us, drift, l
     times = JointGraph(cases, meetings, shifts).replay([case.graph for case in cases])
     for case, found in zip(cases, times, strict=True):
         assert found.window_us == pytest.approx(case.window_us)
-        assert replay(case.graph).start[case.view.event_nodes] == pytest.approx(case.view.start, abs=1e-6)
+        assert replay(case.graph).start[case.event_nodes] == pytest.approx(case.start, abs=1e-6)
         assert np.ptp(found.start - case.graph.start) < 0.01  # one clock for both ranks
         assert found.end - found.start == pytest.approx(case.graph.duration, abs=0.01)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moe_dualpipe.tools.profiler import NAMES, Names, TraceError, analyze, read_trace
 from moe_dualpipe.tools.profiler.doctor.calls import BLOCKED
-from moe_dualpipe.tools.profiler.doctor.diagnose import examine
+from moe_dualpipe.tools.profiler.doctor.device import Device
 from moe_dualpipe.tools.profiler.doctor.replay import SYNC
 from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.host import host_as_device
@@ -169,18 +169,15 @@ def test_a_collective_that_blocks_is_a_wait(events, blocks, tmp_path):
 
 
 def case_of(events, folder):
-    trace = host_as_device(read_trace(write(folder / "t.json", events)), NAMES)
-    found = examine(trace, "cpu", NAMES.kind_of)
-    assert found is not None
-    return found.device
+    return Device(traced(folder, events), NAMES)
 
 
 def waits(case):
     """Name of each wait, and start and end of the transfer that it is for."""
     found = case.graph.edges.keep(case.graph.edges.kind == SYNC)
-    events = (found.source_node - case.view.first_event).tolist()
-    calls = case.view.waiting_calls[found.target].tolist()
-    rows = [(case.view.calls[c].name, case.view.start[e], case.view.end[e]) for e, c in zip(events, calls, strict=True)]
+    events = (found.source_node - case.first_event).tolist()
+    calls = case.waiting_calls[found.target].tolist()
+    rows = [(case.calls[c].name, case.start[e], case.end[e]) for e, c in zip(events, calls, strict=True)]
     return sorted(rows, key=lambda wait: wait[2])
 
 
@@ -213,7 +210,7 @@ def test_a_sum_over_ranks_that_blocks(name, kind, cost_us, gains, tmp_path):
             operator("aten::item", start + 9100, 10), operator("aten::mm", start + 9110, 9000),
         )
     ]  # fmt: skip
-    files = analyze_files([write(tmp_path / "t.json", events)], pictures=False)
+    files = analyze_files([write(tmp_path / "t.json", events)])
     found = {verdict.kind: verdict for verdict in files.devices[0].analysis.verdicts}
     assert found.keys() == {kind, "host-bound"}  # nothing happens at the end of each annotation
     verdict = found[kind]

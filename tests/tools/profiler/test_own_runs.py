@@ -14,8 +14,8 @@ from tests.support.traces import annotation, operator, write
 
 RUNS = {
     **{schedule: (2, {"schedule": schedule}) for schedule in SCHEDULES},
-    **{f"ep 2, {backend}": (2, {"ep": 2, "ep_backend": backend}) for backend in ("shared", "all_to_all")},
-    "cp 2": (2, {"cp": 2}),
+    **{f"ep 2, {backend}": (2, {"pp": 1, "ep": 2, "ep_backend": backend}) for backend in ("shared", "all_to_all")},
+    "cp 2": (2, {"pp": 1, "cp": 2}),
     **{f"pp 2, ep 2, {name}": (4, {"pp": 2, "ep": 2, "ep_backend": name}) for name in ("shared", "all_to_all")},
     "pp 2, cp 2": (4, {"pp": 2, "cp": 2}),
 }
@@ -29,7 +29,7 @@ def test_own_runs_are_explained_by_what_they_have(name, tmp_path):
     num_ranks, layout = RUNS[name]
     model = dataclasses.replace(MODEL, num_layers=4)
     run_ranks(num_ranks, train, settings(tmp_path, profile=2, steps=4, batch_size=8, model=model, **layout))
-    for device in analyze_files([*(tmp_path / "profile").glob("rank*.json.gz")], pictures=False).devices:
+    for device in analyze_files([*(tmp_path / "profile").glob("rank*.json.gz")]).devices:
         analysis = device.analysis
         assert sum(total.us for total in analysis.unexplained) < 0.05 * analysis.window_us, analysis.unexplained[:3]
         titles = {verdict.title for verdict in analysis.verdicts}
@@ -88,7 +88,7 @@ def test_a_delay_of_one_kind_of_transfer_is_in_its_entry(late, tmp_path):
     """A receive that was posted long ago counts from when the thread waits for it."""
 
     def exposed(delay):
-        [device] = analyze_files([write(tmp_path / "t.json", recorded(late, delay))], pictures=False).devices
+        [device] = analyze_files([write(tmp_path / "t.json", recorded(late, delay))]).devices
         every = totals(device.analysis.account)
         sums = {kind: sum(t.us for t in every if t.kind == TRANSFER and t.detail.startswith(kind)) for kind in KINDS}
         return sums, {verdict.kind: verdict.cost_us for verdict in device.analysis.verdicts}, device.analysis

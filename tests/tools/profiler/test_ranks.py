@@ -9,10 +9,11 @@ from itertools import chain
 import pytest
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.tools.profiler import read_trace
 from moe_dualpipe.tools.profiler.account import TRANSFER, WAITING
 from moe_dualpipe.tools.profiler.files import analyze_files
-from moe_dualpipe.tools.profiler.ranks import RankTransfers, compare_traces
-from moe_dualpipe.tools.profiler.trace import DeviceEvent
+from moe_dualpipe.tools.profiler.ranks import compare_traces
+from moe_dualpipe.tools.profiler.trace import DeviceEvent, Trace
 from tests.support.faults import Job, Machine, run, write_traces
 from tests.support.faults.jobs import moe_training
 from tests.support.faults.program import Await, Collective, Kernel, Record
@@ -84,7 +85,9 @@ def true_waits(recording):
 
 
 def transfers_of(recording, folder):
-    return [one.transfers for one in analyze_files(write_traces(recording, folder), pictures=False).devices]
+    """The traces of the ranks with their collectives alone."""
+    traces = [read_trace(path) for path in write_traces(recording, folder)]
+    return [replace(one, device_events=[e for e in one.device_events if e.collective]) for one in traces]
 
 
 TP_DP = layers(4, groups_of(4, 2, 2), [("all_reduce", "dp"), ("_allgather_base", "tp")])
@@ -110,7 +113,7 @@ def waited(ranks):
 def test_waits_are_in_the_account_with_the_rank_that_was_late(program, world, numbered, offset, tmp_path):
     """On one host and on one each, whose clocks are seconds apart. The first and the last rank share no group."""
     recording = recorded(program, range(world), numbered)
-    files, waits = analyze_files(write_traces(recording, tmp_path, offset), pictures=False), true_waits(recording)
+    files, waits = analyze_files(write_traces(recording, tmp_path, offset)), true_waits(recording)
     first = [min(span.start for span in recording.ranks[rank].device) for rank in range(world)]
     for rank, (device, shift) in enumerate(zip(files.devices, files.comparison.shifts_us, strict=True)):
         assert shift == pytest.approx(first[rank] - first[0], abs=1e-2)
@@ -127,23 +130,23 @@ def test_waits_are_in_the_account_with_the_rank_that_was_late(program, world, nu
 def test_recordings_that_begin_at_different_collectives(tmp_path):
     """Sequence numbers tell which collectives are the same."""
     whole, late = transfers_of(recorded(TP_DP, range(4)), tmp_path), (0, 3, 5, 1)
-    cut = [replace(own, transfers=own.transfers[since:]) for own, since in zip(whole, late, strict=True)]
+    cut = [replace(own, device_events=own.device_events[since:]) for own, since in zip(whole, late, strict=True)]
     compared, every = compare_traces(cut), compare_traces(whole).meetings
-    same = [m for m in every if all(e in cut[i].transfers for i, e in zip(m.members, m.events, strict=True))]
+    same = [m for m in every if all(e in cut[i].device_events for i, e in zip(m.members, m.events, strict=True))]
     assert sorted(m.events for m in compared.meetings) == sorted(m.events for m in same)
-    assert 0 < len(same) < len(every) and not compared.problems
+    assert 0 < len(same) < len(every) and not compared.sentences
 
 
 @pytest.mark.parametrize("cut", [slice(None, -1), slice(None, -4)], ids=str)
 def test_unequal_counts_without_numbers_are_compared_in_order(cut, tmp_path):
     """The last collectives of one rank are missing: the others are those that numbers would have told."""
     whole = transfers_of(recorded(TP_DP, range(4), numbered=False), tmp_path)
-    tp = [event for event in whole[0].transfers if event.collective.description == "tp"]
-    kept = [event for event in whole[0].transfers if event.collective.description == "dp" or event in tp[cut]]
-    compared = compare_traces([replace(whole[0], transfers=kept), *whole[1:]])
+    tp = [event for event in whole[0].device_events if event.collective.description == "tp"]
+    kept = [event for event in whole[0].device_events if event.collective.description == "dp" or event in tp[cut]]
+    compared = compare_traces([replace(whole[0], device_events=kept), *whole[1:]])
     assert compared.sentences == [
-        f"Not compared: tp of ranks 0, 1: rank 0 and rank 1 recorded different collectives, without numbers "
-        f"({len(tp[cut])} of them are compared in their order)."
+        f"Not compared: tp of ranks 0, 1: some ranks recorded more collectives than others, without numbers "
+        f"(the first {len(tp[cut])} of each are compared in their order)."
     ]
     same = [m.events for m in compare_traces(whole).meetings if 0 not in m.members or m.events[0] in kept]
     assert sorted(m.events for m in compared.meetings) == sorted(same)
@@ -156,13 +159,13 @@ def test_sends_meet_receives_by_their_order(tmp_path):
         program += [meeting("p2p", "pp", (0, 1), 10, i), computing({1: 20}), meeting("p2p", "pp", (1, 3), 10, i)]
     recording, ranks = recorded(program, (0, 1, 3), numbered=False), []
     for own in transfers_of(recording, tmp_path):
-        numbered = [e._replace(collective=e.collective._replace(sequence=n)) for n, e in enumerate(own.transfers)]
-        ranks.append(replace(own, transfers=numbered))
+        numbered = [e._replace(collective=e.collective._replace(sequence=n)) for n, e in enumerate(own.device_events)]
+        ranks.append(replace(own, device_events=numbered))
     assert waited(ranks) == pytest.approx([*true_waits(recording).values()], abs=0.05)
-    fewer = compare_traces([*ranks[:2], replace(ranks[2], transfers=ranks[2].transfers[1:])])
-    assert fewer.problems == [
-        "1 -> 3: rank 1 and rank 3 recorded different collectives, without numbers (3 of them are compared in their "
-        "order)"
+    fewer = compare_traces([*ranks[:2], replace(ranks[2], device_events=ranks[2].device_events[1:])])
+    assert fewer.sentences[:-1] == [
+        "Not compared: 1 -> 3: some ranks recorded more collectives than others, without numbers (the first 3 of each "
+        "are compared in their order)."
     ]
     assert not compare_traces([replace(rank, rank=None) for rank in ranks]).meetings
 
@@ -170,25 +173,23 @@ def test_sends_meet_receives_by_their_order(tmp_path):
 def test_collectives_that_do_not_overlap_cannot_be_compared():
     """Of 10 collectives, one may not overlap, because clocks are not exact. gloo's sends and broadcasts never meet."""
     first = [DeviceEvent("ncclA", "kernel", 100 * i, 100 * i + 10, "0", "20", None, 1) for i in range(10)]
-    sends = [
-        first[0]._replace(name=name, start=2, end=90) for name in ("gloo:send", "gloo:recvAnySource", "gloo:broadcast")
-    ]
+    sends = [first[0]._replace(name=name, end=90) for name in ("gloo:send", "gloo:recvAnySource", "gloo:broadcast")]
     for apart, found in ((0, 10), (1, 10), (2, 0)):
         second = [work._replace(start=work.start + 11, end=work.end + 11) for work in first[:apart]] + first[apart:]
         for host in ("a", ""):
-            pair = [RankTransfers([*own, *sends], 0, host=host) for own in (first, second)]
+            pair = [Trace([*own, *sends], host=host) for own in (first, second)]
             compared = compare_traces(pair)
-            assert (len(compared.meetings), len(compared.problems)) == (found, found == 0)
+            assert (len(compared.meetings), len(compared.sentences)) == (found, found == 0)
             assert compared.shifts_us == ([0, 0] if found or host else [None, None])
     other = [work._replace(name="ncclB") for work in first]
-    assert not compare_traces([RankTransfers(first, 0), RankTransfers(other, 0)]).meetings
-    assert compare_traces([RankTransfers(first, 7)]).shifts_us == [0]
+    assert not compare_traces([Trace(first), Trace(other)]).meetings
+    assert compare_traces([Trace(first)]).shifts_us == [0]
 
 
 def test_ranks_without_a_trace_are_said(tmp_path):
     """The others are compared among themselves."""
     first, second, _, last = write_traces(recorded(TP_DP, range(4)), tmp_path)
-    found = analyze_files([last, first, second], pictures=False)
+    found = analyze_files([last, first, second])
     assert found.names == ["rank 0", "rank 1", "rank 3"]
     missing = "1 of 4 ranks have no trace here (rank 2): waits for them count as communication."
     assert found.comparison.sentences == [missing] and found.as_objects()[2]["problems"] == [missing]
@@ -244,5 +245,5 @@ def test_merged_traces_give_the_reports_of_the_ranks(label, tmp_path):
         one["rank"] = one["rank"] if numbered else None
         text = json.dumps(one)
         for rank in range(len(paths)) if not numbered else ():
-            text = text.replace(f"rank {rank}", f"[DP00-TP0{rank}], device {rank}")
+            text = text.replace(f"rank {rank}", f"{tmp_path / 'merged.json'}, [DP00-TP0{rank}], device {rank}")
         assert json.loads(text) == json.loads(json.dumps(other))

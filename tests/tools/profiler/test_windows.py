@@ -1,12 +1,12 @@
 """Steps of a recording: which work belongs to which, what is left out, and what device work is named after."""
 
-from collections import Counter
 from math import inf
 
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.tools.profiler import NAMES, read_trace
+from moe_dualpipe.tools.profiler import NAMES, analyze, read_trace
+from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.host import host_as_device
 from moe_dualpipe.tools.profiler.phases import Phases
 from moe_dualpipe.tools.profiler.windows import parse_steps, window_of
@@ -104,16 +104,22 @@ def test_annotations_that_are_steps(tmp_path, names, steps):
     assert [s.number for s in window(tmp_path, [*marks, *lagging([0, 50], [40, 30])]).steps] == steps
 
 
-def test_launches_annotations_and_waits_of_other_steps_are_left_out(tmp_path):
-    sync = launch(50, 150, name="cudaDeviceSynchronize")
-    events = [
-        *steps_on_host([0, 1, 2]), *lagging([0, 50, 90], [40, 30, 35]), sync, launch(51, 250, name="cudaFree"),
-        annotation("forward", 100, 50), annotation("forward", 200, 50), annotation("forward", 300, 50),
-    ]  # fmt: skip
-    found = window(tmp_path, events, range(1, 2)).trace
-    assert sorted(found.launches) == [1, 51]
-    assert [event.start for event in found.annotations] == [200] and [s.name for s in found.steps] == [f"{STEP}1"]
-    assert 50 in window(tmp_path, events, range(1)).trace.launches
+def test_phases_and_causes_of_other_steps_are_left_out(tmp_path):
+    """In each of three steps, the host loads data for 300 us, in which the device has nothing to do."""
+    events = []
+    for number, at in enumerate((0, 1000, 2000)):
+        events += [annotation(f"step {number}", at, 1000), annotation("DataLoader", at + 650, 300)]
+        events += [
+            annotation("forward", at + 10, 20),
+            launch(number, at + 15),
+            kernel("gemm", at + 20, 600, correlation=number),
+        ]
+    path = write(tmp_path / "t.json", events)
+    for steps, number in ((range(1, 3), 2), (range(3), 3)):
+        [device] = analyze_files([path], steps=steps).devices
+        assert [(phase.name, phase.times) for phase in device.analysis.phases] == [("forward", number)]
+        [cause] = [one for one in device.analysis.verdicts if one.kind == "data-loader"]
+        assert cause.cost_us == 300 * (number - 1) and f"The host did this {number - 1} time" in cause.evidence[0]
 
 
 @pytest.mark.parametrize("text,message", [
@@ -187,8 +193,13 @@ def test_modules(tmp_path):
     linear, mlp = "Attention.Linear", "Model.MLP_12b"
     assert [phase for phase, *_ in found] == [linear, linear, linear, "Model.Attention", mlp, "Model"]
     assert all(is_named and phase == name for phase, name, is_named in found)
-    phases = Phases(read_trace(tmp_path / "t.json"))
-    assert phases.times == Counter({linear: 3, "Model.Attention": 2, mlp: 1, "Model": 1})
+    (analysis,) = analyze(read_trace(tmp_path / "t.json"))
+    assert {phase.name: phase.times for phase in analysis.phases} == {
+        linear: 3,
+        "Model.Attention": 1,
+        mlp: 1,
+        "Model": 1,
+    }
 
 
 def test_annotations_modules_and_broad_annotations_in_this_order(tmp_path):

@@ -1,7 +1,7 @@
-"""The graph of dependencies of a device: from what a trace records, and from when things happened.
+"""The graph of dependencies of a view: from what a trace records, and from when things happened.
 
                  GPU                                                    CPU
-host             a call follows the call that ended last before it      a thread does one thing after another
+host             one call after another, of all threads                 a thread does one thing after another
 launch           a kernel follows its call, and the event before it     a transfer follows its call, and the transfer
                  on its stream                                          before it on its link
 wait             a call returns when what it waits for has ended        the same
@@ -23,8 +23,22 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from .calls import CLOCK, WAKE_UP
-from .replay import ASSUMED, DATA, ORDER, SYNC, Edges, Floats, Graph, Ints, edges, ends, graph_of_nodes, merged
-from .view import COMM, View, previous_of
+from .replay import (
+    ASSUMED,
+    DATA,
+    ORDER,
+    SYNC,
+    Edges,
+    Floats,
+    Graph,
+    Ints,
+    edges,
+    ends,
+    graph_of_nodes,
+    merged,
+    previous_of,
+)
+from .view import View
 
 NEAR = 5.0
 """Microseconds after the end of its input in which an event starts."""
@@ -38,7 +52,7 @@ Inputs = dict[int, int]
 
 
 def graph_of(view: View) -> Graph:
-    """Return the graph of a device, with its nodes numbered as in the view."""
+    """Return the graph of a view, with its nodes numbered as in the view."""
     waiting = view.waiting_calls
     start = np.concatenate([view.call_ends[waiting], view.call_starts, view.start])
     calls = np.zeros(len(view.calls)) if view.is_cpu else view.call_ends - view.call_starts
@@ -47,11 +61,8 @@ def graph_of(view: View) -> Graph:
     before, launch = np.full(len(start), -1, np.int64), np.full(len(start), -1, np.int64)
     lag = np.zeros(len(start))
     before[view.event_nodes] = np.where(view.previous >= 0, view.event_nodes[view.previous], -1)
-    if view.is_cpu:
-        _add_threads(view, start, duration, before, lag)
-    else:
-        lag[view.event_nodes] = _GAP
-        _add_host(view, before, lag)
+    lag[view.event_nodes] = 0.0 if view.is_cpu else _GAP
+    _add_hosts(view, start, duration, before, lag)
     launched = view.launch >= 0
     launch[view.event_nodes[launched]] = view.call_nodes[view.launch[launched]]
     waits = _waits_of_calls(view) if view.is_cpu else merged([_waits_of_calls(view), _between_streams(view)])
@@ -59,34 +70,22 @@ def graph_of(view: View) -> Graph:
     return graph_of_nodes(is_device, start, duration, before, lag, launch, view.latency, waits)
 
 
-def _add_threads(view: View, start: Floats, duration: Floats, before: Ints, lag: Floats) -> None:
-    """On a CPU, calls and computation follow the previous ones of their thread."""
-    threads: dict[str, int] = {}
-    of_call = [threads.setdefault(call.thread[1], len(threads)) for call in view.calls]
-    computing = np.flatnonzero(view.kind != COMM)
-    of_event = [threads.setdefault(view.events[event].stream, len(threads)) for event in computing.tolist()]
+def _add_hosts(view: View, start: Floats, duration: Floats, before: Ints, lag: Floats) -> None:
+    """Calls and ends of waits follow what their thread did before, on a CPU also its computation.
+
+    Beside a GPU, all threads count as one: autograd's thread runs while another one waits.
+    """
+    computing = np.flatnonzero(~view.is_comm & view.is_cpu)
     nodes = np.concatenate([np.arange(view.first_event), view.event_nodes[computing]])
-    thread = np.array([*(of_call[call] for call in view.waiting_calls.tolist()), *of_call, *of_event], np.int64)
+    of_call = [call.thread[1] if view.is_cpu else "" for call in view.calls]
+    of_event = [view.events[event].stream for event in computing.tolist()]
+    threads = np.array([*(of_call[call] for call in view.waiting_calls.tolist()), *of_call, *of_event])
     in_order = np.argsort(start[nodes], kind="stable")
     nodes = nodes[in_order]
-    previous = previous_of(thread[in_order])
+    previous = previous_of(threads[in_order])
     before[nodes] = np.where(previous >= 0, nodes[previous], -1)
     lag[nodes] = np.where(previous >= 0, start[nodes] - (start + duration)[nodes[previous]], 0.0)
     lag[: len(view.waiting_calls)] = 0.0  # what remains of a wait is for its transfer
-
-
-def _add_host(view: View, before: Ints, lag: Floats) -> None:
-    """A call follows the call that ended last before it, on any thread: autograd's thread runs while another waits."""
-    start, end, waiting = view.call_starts, view.call_ends, view.waiting_calls
-    end_nodes = view.call_nodes
-    before[: len(waiting)] = view.call_nodes[waiting]
-    end_nodes[waiting] = np.arange(len(waiting))
-    by_end = np.argsort(end, kind="stable")
-    last = np.searchsorted(end[by_end], start, side="right") - 1
-    last -= (last >= 0) & (by_end[last] == np.arange(len(start)))  # a call without duration
-    found = np.where(last >= 0, by_end[last], -1)
-    before[view.call_nodes] = np.where(found >= 0, end_nodes[found], -1)
-    lag[view.call_nodes] = start - end[found]
 
 
 def _waits_of_calls(view: View) -> Edges:
@@ -142,7 +141,7 @@ def _assumed(view: View) -> Inputs:
     done: dict[tuple[bool, str | None], deque[int]] = defaultdict(lambda: deque(maxlen=16))
     order = np.argsort(view.launch, kind="stable")
     for target in order[view.launch[order] >= 0].tolist():
-        is_comm, chunk = bool(view.kind[target] == COMM), view.chunks[target]
+        is_comm, chunk = bool(view.is_comm[target]), view.chunks[target]
         source = _latest_input(view, target, done[not is_comm, chunk])
         if source is not None:
             found[target] = source
@@ -155,7 +154,7 @@ def _assumed(view: View) -> Inputs:
 
 def _latest_input(view: View, target: int, launched: Sequence[int]) -> int | None:
     """Computation can need all transfers; transfers need activations of their chunk."""
-    is_comm, chunk = view.kind[target] == COMM, view.chunks[target]
+    is_comm, chunk = view.is_comm[target], view.chunks[target]
     if not view.may_wait[target] or (not is_comm and view.num_waits[target] < 0 and chunk is None):
         return None
     ended = [

@@ -9,26 +9,24 @@ that gets faster still waits for the others. If these waits are what is removed,
 replayed alone.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from graphlib import CycleError
-from typing import NamedTuple
 
 import numpy as np
 
 from ..account import COMPUTATION, LOST, SLOWED, Entry, Total, relabeled, spans_of, totals
+from ..analyze import Analysis
+from ..communication import Names
 from ..intervals import EMPTY, Intervals, intersection, union, union_length
 from ..ranks import RankComparison
-from ..trace import DeviceEvent, Trace
-from .causes import launching, order, transfers
-from .dependencies import graph_of
-from .device import Device, FoundCause
+from ..trace import Trace
+from . import launching, order, transfers
+from .device import COMPUTE, Device, FoundCause
 from .joint import JointGraph, join, shared_collectives
 from .replay import Graph, NodeTimes, replay, shorter
 from .slowdown import beside_us, cause_of, slowdowns_of
-from .verdict import Verdict
-from .view import COMPUTE, view_of
 
 LEAST_SHARE = 0.01
 """Causes that would save a smaller share of the window are left out."""
@@ -41,55 +39,25 @@ Causes = dict[str, FoundCause]
 """The causes on one device, by their keys in CAUSES."""
 
 
-class Examined(NamedTuple):
-    """A device, and the causes that its own trace shows without those of other ranks."""
+def diagnose(
+    traces: Sequence[Trace], names: Names, analyses: Sequence[Analysis], rank_names: Sequence[str],
+    comparison: RankComparison,
+) -> list[Analysis]:  # fmt: skip
+    """Return the analyses with slowed computation in their accounts, causes of lost time, and what these leave.
 
-    name: str
-    device: Device
-    of_host: list[FoundCause]
-    others: list[FoundCause]
-
-
-def examine(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str], name: str = "") -> Examined | None:
-    """Look at one device. Returns None if its window is empty. name: the name of its rank in other ranks' verdicts."""
-    view = view_of(trace, device, kind_of)
-    if not view.window_us > 0:
-        return None
-    one = Device(view, graph_of(view))
-    return Examined(name, one, launching.find(one, trace), [*order.find(one), *transfers.find_on_path(one)])
-
-
-class Diagnosis(NamedTuple):
-    """The result for one device."""
-
-    verdicts: tuple[Verdict, ...]
-    account: tuple[Entry, ...]
-    """With slowed computation."""
-    unexplained: tuple[Total, ...]
-    """Lost time that no verdict explains, largest first."""
-
-
-def conclude(
-    examined: Sequence[Examined | None], accounts: Sequence[Sequence[Entry]], comparison: RankComparison
-) -> list[Diagnosis]:  # fmt: skip
-    """Return the verdicts on each device; an entry of None has none.
-
-    accounts: of each device. comparison: of all devices.
+    All are of the same devices. The window of a device must not be empty.
     """
-    known = [position for position, one in enumerate(examined) if one is not None]
-    ranks = Ranks([one for one in examined if one is not None], comparison, [comparison.shifts_us[i] for i in known])
-    causes = [ranks.costly(rank) for rank in range(len(known))]
-    repaired = [ranks.times(own)[rank] for rank, own in enumerate(causes)]
+    ranks = Ranks([Device(trace, names) for trace in traces], rank_names, comparison)
+    every = range(len(traces))
+    causes = [ranks.costly(rank) for rank in every]
+    repaired = [ranks.times(causes[rank])[rank] for rank in every]
     for rank, times in enumerate(repaired):
         least_us = LEAST_SHARE * ranks.devices[rank].window_us
         explained = ranks.explained(rank, causes[rank], times)
         rest = _by_key(transfers.find_nothing_else(ranks.devices[rank], times, explained, least_us))
         ranks.found[rank] |= rest
         causes[rank] += rest
-    found = [Diagnosis((), tuple(entries), tuple(_lost(entries, EMPTY))) for entries in accounts]
-    for rank, position in enumerate(known):
-        found[position] = _diagnosis(ranks, rank, causes[rank], repaired[rank], accounts[position])
-    return found
+    return [_diagnosis(ranks, rank, causes[rank], repaired[rank], analyses[rank]) for rank in every]
 
 
 def _by_key(causes: Iterable[FoundCause]) -> Causes:
@@ -97,14 +65,15 @@ def _by_key(causes: Iterable[FoundCause]) -> Causes:
 
 
 def _diagnosis(
-    ranks: "Ranks", rank: int, causes: Sequence[str], repaired: NodeTimes, entries: Sequence[Entry]
-) -> Diagnosis:  # fmt: skip
-    """causes: those that cost enough. repaired: the times without them. entries: the account."""
+    ranks: "Ranks", rank: int, causes: Sequence[str], repaired: NodeTimes, analysis: Analysis
+) -> Analysis:  # fmt: skip
+    """causes: those that cost enough. repaired: the times without them."""
     device, found = ranks.devices[rank], ranks.found[rank]
-    origin, window = device.view.origin, device.window_us
+    origin, window = device.origin, device.window_us
     slowed = [cause.spans for cause in found.values() if cause.verdict.kind == "starved-computation"]
     spans = union(np.concatenate([EMPTY, *slowed])) + origin
-    entries = relabeled(entries, [Entry(start, end, SLOWED) for start, end in spans.tolist()], [COMPUTATION])
+    slow = [Entry(start, end, SLOWED) for start, end in spans.tolist()]
+    entries = tuple(relabeled(analysis.account, slow, [COMPUTATION]))
     lost, lost_without_slowed = (spans_of(entries, *kinds) - origin for kinds in (LOST, LOST[1:]))
     verdicts = []
     for cause in causes:
@@ -116,7 +85,8 @@ def _diagnosis(
         verdicts.append(replace(verdict, share=share, gain_us=gain, gain_fraction=fraction))
     verdicts.sort(key=lambda verdict: -(verdict.gain_us or 0.0))
     explained = ranks.explained(rank, causes, repaired) + origin
-    return Diagnosis(tuple(verdicts), tuple(entries), tuple(_lost(entries, explained)))
+    left = tuple(_lost(entries, explained))
+    return replace(analysis, account=entries, verdicts=tuple(verdicts), unexplained=left)
 
 
 def _lost(entries: Sequence[Entry], explained: Intervals) -> list[Total]:
@@ -127,39 +97,36 @@ def _lost(entries: Sequence[Entry], explained: Intervals) -> list[Total]:
 
 def _repaired_gaps(device: Device, repaired: NodeTimes) -> Intervals:
     """The gaps without computation that are at most half as long in a replay without all causes."""
-    view, events = device.view, np.flatnonzero(device.view.kind == COMPUTE)
-    start, end = repaired.start[view.event_nodes[events]], repaired.end[view.event_nodes[events]]
-    recorded = np.maximum.accumulate(view.end[events])
+    events = np.flatnonzero(device.kind == COMPUTE)
+    start, end = repaired.start[device.event_nodes[events]], repaired.end[device.event_nodes[events]]
+    recorded = np.maximum.accumulate(device.end[events])
     order = np.argsort(start, kind="stable")
     reached = np.empty(len(events))
     reached[order[1:]] = np.maximum.accumulate(end[order])[:-1]
     reached[order[:1]] = start[order[:1]]
-    gaps = np.stack([recorded[:-1], view.start[events][1:]], axis=1)
+    gaps = np.stack([recorded[:-1], device.start[events][1:]], axis=1)
     return union(gaps[(start - reached)[1:] <= 0.5 * (gaps[:, 1] - gaps[:, 0])])
 
 
 class Ranks:
     """All ranks with their causes, and how long the window of each would be without some of the causes."""
 
-    def __init__(self, examined: Sequence[Examined], comparison: RankComparison, shifts: Sequence[float | None]):
-        """shifts: of the clock of each rank; None: unknown."""
-        recorded = [one.device for one in examined]
-        self.shared = shared_collectives(recorded, comparison.meetings)
-        joined = join(recorded, self.shared)
-        self.devices = [device for device, _ in joined]
-        self.slowdowns = slowdowns_of(self.devices, self.shared)
-        self.of_host = [[cause.key for cause in one.of_host] for one in examined]
-        names = {number: one.name for number, one in enumerate(examined)}
-        self.found = list[Causes]()
-        for one, (device, last), own in zip(examined, joined, self.slowdowns, strict=True):
-            slowed_us = sum((slowdown.excess_us for slowdown in own), np.zeros(len(device.view.events)))
-            of_transfers = transfers.find(device, names, last, slowed_us)
+    def __init__(self, devices: Sequence[Device], names: Sequence[str], comparison: RankComparison):
+        self.devices, self.shared = devices, shared_collectives(devices, comparison.meetings)
+        join(devices, self.shared)
+        self.slowdowns = slowdowns_of(devices, self.shared)
+        self.found, self.of_host = list[Causes](), list[list[str]]()
+        for device, own in zip(devices, self.slowdowns, strict=True):
+            slowed_us = sum((slowdown.excess_us for slowdown in own), np.zeros(len(device.events)))
+            of_host = launching.find(device)
+            of_transfers = [*transfers.find_on_path(device), *transfers.find(device, names, slowed_us)]
             slowed = [cause_of(device, slowdown) for slowdown in own]
-            self.found.append(_by_key([*one.of_host, *one.others, *of_transfers, *slowed]))
+            self.of_host.append([cause.key for cause in of_host])
+            self.found.append(_by_key([*of_host, *order.find(device), *of_transfers, *slowed]))
         self.windows: dict[frozenset[str], list[float]] = {}
         try:
-            shifts_us = [shift or 0.0 for shift in shifts]
-            self.joint = JointGraph(self.devices, self.shared, shifts_us) if len(self.shared.rank) else None
+            shifts_us = [shift or 0.0 for shift in comparison.shifts_us]
+            self.joint = JointGraph(devices, self.shared, shifts_us) if len(self.shared.rank) else None
         except CycleError:
             self.joint = None
 
@@ -220,15 +187,15 @@ class Ranks:
         graphs, times = changed, replayed(changed)
         for _ in range(ROUNDS if causes and any(left) else 0):
             moving = [
-                np.maximum(graph.duration[device.view.event_nodes] - ("imbalance" not in kinds) * device.waited_us, 0.0)
+                np.maximum(graph.duration[device.event_nodes] - ("imbalance" not in kinds) * device.waited_us, 0.0)
                 for device, graph in zip(self.devices, graphs, strict=True)
             ]
             beside = beside_us(self.devices, times, moving, self.shared if joint else None)
             slowed = []
             for i, device in enumerate(self.devices):
                 less = [one.k * (one.beside_us - beside[one.is_comm][i]) for one in left[i]]
-                less_us = np.sum([np.zeros(len(device.view.events)), *less], axis=0)
-                slowed.append(shorter(changed[i], device.view.event_nodes, less_us))
+                less_us = np.sum([np.zeros(len(device.events)), *less], axis=0)
+                slowed.append(shorter(changed[i], device.event_nodes, less_us))
             off = [np.abs(one.duration - other.duration).sum() for one, other in zip(graphs, slowed, strict=True)]
             if all(us <= SETTLED * when.window_us for us, when in zip(off, times, strict=True)):
                 break

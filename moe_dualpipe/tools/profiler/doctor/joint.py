@@ -17,7 +17,6 @@ collective takes as long as recorded, waits included. In the graph of all ranks,
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -59,9 +58,9 @@ class SharedCollectives(NamedTuple):
 
 def shared_collectives(devices: Sequence[Device], meetings: Sequence[Meeting]) -> SharedCollectives:
     """The collectives whose events are all on `devices`. Sends and receives are left out: they have other causes."""
-    first = np.cumsum([0, *(len(device.view.events) for device in devices)])
+    first = np.cumsum([0, *(len(device.events) for device in devices)])
     places = {
-        id(device.view.events[event]): (rank, int(first[rank]) + event)
+        id(device.events[event]): (rank, int(first[rank]) + event)
         for rank, device in enumerate(devices)
         for event in np.flatnonzero(device.is_comm & ~device.is_point_to_point).tolist()
     }
@@ -71,35 +70,22 @@ def shared_collectives(devices: Sequence[Device], meetings: Sequence[Meeting]) -
         for event in meeting.events if all(id(other) in places for other in meeting.events)
     ]  # fmt: skip
     rank, event, collective = np.array(rows, np.int64).reshape(-1, 3).T
-    durations = np.concatenate([np.empty(0), *(device.view.duration for device in devices)])
+    durations = np.concatenate([np.empty(0), *(device.duration for device in devices)])
     return SharedCollectives(rank, event, np.unique(collective, return_inverse=True)[1], durations[event])
 
 
-class Joined(NamedTuple):
-    """For each event, the rank that joined last, or -1, and the longest wait of any rank for it."""
-
-    last: Ints
-    waited_us: Floats
-
-
-def join(devices: Sequence[Device], shared: SharedCollectives) -> list[tuple[Device, Joined | None]]:
-    """Return each device with the durations of its transfers without waits, and who joined last.
-
-    For a device without shared collectives, both are unknown (None).
-    """
+def join(devices: Sequence[Device], shared: SharedCollectives) -> None:
+    """Tell each device that has shared collectives how long its transfers take without waits, and who joined last."""
     own_us = shared.own_us
-    times = np.concatenate([np.empty(0), *(device.view.duration for device in devices)])
+    times = np.concatenate([np.empty(0), *(device.duration for device in devices)])
     last, waited = np.full(len(times), -1, np.int64), np.zeros(len(times))
     times[shared.event] = own_us
     joined_last = np.where(shared.duration == own_us, shared.rank, len(devices))
     last[shared.event] = shared.over_ranks(np.minimum, joined_last)
     waited[shared.event] = shared.over_ranks(np.maximum, shared.duration) - own_us
-    found, first = [], 0
-    for number, device in enumerate(devices):
-        own = slice(first, first := first + len(device.view.events))
-        joined = replace(device, comm_us=times[own]), Joined(last[own], waited[own])
-        found.append(joined if number in shared.rank else (device, None))
-    return found
+    bounds = np.cumsum([len(device.events) for device in devices])[:-1]
+    for device, *own in zip(devices, *(np.split(every, bounds) for every in (times, last, waited)), strict=True):
+        device.own_us, device.last, device.longest_wait_us = own
 
 
 class JointGraph:
@@ -113,7 +99,7 @@ class JointGraph:
         self.recorded, self.shifts = [device.graph for device in devices], shifts
         self.first = np.cumsum([0, *(len(graph.start) for graph in self.recorded)])
         start = np.concatenate([graph.start + shift for graph, shift in zip(self.recorded, shifts, strict=True)])
-        nodes = [first + device.view.event_nodes for first, device in zip(self.first[:-1], devices, strict=True)]
+        nodes = [first + device.event_nodes for first, device in zip(self.first[:-1], devices, strict=True)]
         self.joins, self.own_us = np.concatenate(nodes)[shared.event], shared.own_us
         hub_start = shared.over_ranks(np.maximum, start[self.joins])
         # the lag from hub to move is not 0 if clocks or recorded ends differ a little

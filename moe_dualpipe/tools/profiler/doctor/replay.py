@@ -70,8 +70,6 @@ class NodeTimes(NamedTuple):
     @property
     def window_us(self) -> float:
         """From the first start to the last end on the device."""
-        if not self.is_device.any():
-            return 0.0
         return float(self.end[self.is_device].max() - self.start[self.is_device].min())
 
 
@@ -118,6 +116,15 @@ def graph_of_nodes(
     np.maximum.at(ready, found.target, times[source] + lag)
     delay = np.where(np.isinf(ready), start, start - ready)
     return Graph(is_device, start, duration, found._replace(source=source, lag=lag), delay)
+
+
+def previous_of(group: Ints) -> Ints:
+    """For each element, the previous one of the same group; -1 for the first."""
+    order = np.argsort(group, kind="stable")
+    previous = np.full(len(order), -1, np.int64)
+    same = group[order[1:]] == group[order[:-1]]
+    previous[order[1:][same]] = order[:-1][same]
+    return previous
 
 
 def _places(start: Floats) -> Ints:

@@ -7,7 +7,6 @@ weighted by certainty, is the slowdown. The same for transfers beside computatio
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +14,10 @@ import numpy as np
 from ....messages import plural
 from ..categories import COPY_ENGINE, category_of
 from ..intervals import length_before, union
-from .causes.transfers import LEAST, LONG, same_kind
-from .device import Device, FoundCause
+from .device import COMPUTE, Device, FoundCause
 from .joint import SharedCollectives
-from .replay import Floats, NodeTimes, shorter
-from .view import COMPUTE
+from .replay import Floats, NodeTimes
+from .transfers import LEAST, LONG, same_kind
 
 SHORTEST = 10.0
 """Microseconds. The duration of shorter events is not exact enough to compare it."""
@@ -72,7 +70,7 @@ def beside_us(
     """
     found: dict[bool, list[Floats]] = {True: [], False: []}
     for device, when, us in zip(devices, times, moving, strict=True):
-        start, end = when.start[device.view.first_event :], when.end[device.view.first_event :]
+        start, end = when.start[device.first_event :], when.end[device.first_event :]
         for is_comm, of_ranks in found.items():
             others = device.is_comm != is_comm
             before = length_before(union(np.stack([start, end], axis=1)[others]))
@@ -87,15 +85,15 @@ def slowdown_of(device: Device, is_comm: bool, beside_us: Floats) -> Slowdown | 
 
     beside_us: for how long each event ran beside the other kind.
     """
-    if device.view.is_cpu:  # transfers of CPUs use no SMs
+    if device.is_cpu:  # transfers of CPUs use no SMs
         return None
     kernels: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    chosen = (device.is_comm if is_comm else device.view.kind == COMPUTE) & (device.own_us >= SHORTEST)
+    chosen = (device.is_comm if is_comm else device.kind == COMPUTE) & (device.own_us >= SHORTEST)
     for event in np.flatnonzero(chosen).tolist():
-        found = device.view.events[event]
-        kernel = same_kind(device, event) if is_comm else (found.name, found.blocks, device.view.labels[event])
+        found = device.events[event]
+        kernel = same_kind(device, event) if is_comm else (found.name, found.blocks, device.labels[event])
         kernels[kernel].append(event)
-    least = SPREAD_JOINED if is_comm and device.comm_us is not None else SPREAD
+    least = SPREAD_JOINED if is_comm and (device.last >= 0).any() else SPREAD
     share, speed = beside_us / device.own_us.clip(1e-9), 1 / device.own_us.clip(1e-9)
     fits = [fit for events in kernels.values() if (fit := _fit(share[events], speed[events], least)) is not None]
     if not fits:
@@ -131,13 +129,12 @@ def _fit(share: Floats, speed: Floats, least: float) -> tuple[float, float, int]
 
 def cause_of(device: Device, slowdown: Slowdown) -> FoundCause:
     """Transfers that are slower beside computation, or computation that is slower beside transfers."""
-    excess, end = slowdown.excess_us, device.view.end
-    copied = [category_of(event, "comm") == COPY_ENGINE for event in device.view.events]
+    events, excess = np.flatnonzero(slowdown.excess_us), slowdown.excess_us
+    copied = [category_of(event, "comm") == COPY_ENGINE for event in device.events]
     # By time: a backend that copies also has kernels, which pack messages.
     by_copies = 2 * device.own_us[device.is_comm & copied].sum() > device.own_us[device.is_comm].sum()
-    [found] = device.found(
-        slowdown.cause + "/copy engines" * bool(by_copies), np.arange(len(excess)), end - excess, end,
-        partial(shorter, nodes=device.view.event_nodes, us=excess), costs=excess, ratio=1 / (1 - slowdown.k),
+    [found] = device.longer(
+        slowdown.cause + "/copy engines" * bool(by_copies), events, excess[events], ratio=1 / (1 - slowdown.k),
         measured=slowdown.events, kinds=plural(slowdown.kernels, "kind"),
     )  # fmt: skip
     return found

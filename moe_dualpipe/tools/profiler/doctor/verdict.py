@@ -1,6 +1,6 @@
 """The table of causes of lost time: a name, what happens, the evidence, and what to change.
 
-The functions of `causes` find them in a trace. Each gives the numbers of its evidence.
+The modules launching, order, transfers and slowdown find them in a trace. Each gives the numbers of its evidence.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _ACTIVITY = (
 )
 _COPIES = ("Nothing was computed for {cost:,.0f} us during {count:,} of them: {size:,} bytes.",)
 _WAITS_FOR_RANKS = (
-    "This rank waited {cost:,.0f} us in {waits:,} transfers until the last rank joined, {most:,.0f} us at most.",
+    "This rank waited {cost:,.0f} us in {count:,} transfers until the last rank joined, {most:,.0f} us at most.",
     "{ranks}.",
 )
 _LONG = (
@@ -111,10 +111,10 @@ CAUSES: Mapping[str, Cause] = {
          "{most:,.0f} us at most.",)),
     "imbalance": Cause(
         "Transfers wait for a slower rank.",
-        "Find out why it is late: more tokens, more work, a slower device, or a slower host.", _WAITS_FOR_RANKS),
+        "Find out why it is late: more work, a slower device, or a slower host.", _WAITS_FOR_RANKS),
     "imbalance/moving": Cause(
         "Transfers wait for a slower rank, and each time it is another one.",
-        "Balance the work of each step: tokens per expert, lengths of sequences. No device is slower than the others.",
+        "Balance the work of the ranks in each step. No device is slower than the others.",
         _WAITS_FOR_RANKS),
     "slow-transfer": Cause(
         "Some transfers are slower than others of the same size.",
@@ -122,7 +122,7 @@ CAUSES: Mapping[str, Cause] = {
         (*_LONG, "Waits for late ranks are not counted.")),
     "imbalance/one rank": Cause(
         "Some transfers take much longer than others of the same size.",
-        "Other ranks joined late, or the link was slow: analyze the traces of all ranks together to tell which.",
+        "Other ranks joined late, or the link was slow. Traces of all ranks tell which, if they record its group.",
         _LONG),
     "small-messages": Cause(
         "Many small transfers follow one another, and each takes as long as its latency.",
@@ -160,7 +160,7 @@ CAUSES: Mapping[str, Cause] = {
         "Interleave a second micro-batch (DualPipe, two-batch overlap), or send less.", _EXPOSED),
     "nothing-to-overlap/interleaved": Cause(
         "The computation beside the transfers of a micro-batch is too short.",
-        "Move work beside them, such as weight gradients or shared experts, send less, or use a faster link.",
+        "Move work beside them that does not need them, send less, or use a faster link.",
         _EXPOSED),
     "nothing-to-overlap": Cause(
         "No independent computation can run beside the transfers.",

@@ -1,15 +1,18 @@
-"""One device of a trace, in the form that all causes share: its events and the host's calls, as arrays."""
+"""One device of a trace, in the form that all causes share: its events and the host's calls, as arrays.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+Events and calls are sorted by start. Times are in microseconds from the start of the first event.
+"""
+
 from functools import cached_property
 
 import numpy as np
 
 from ....overlap.labels import SUM_GRADIENTS, WEIGHTS, letter_of
-from ..trace import DeviceEvent, Trace
-from .calls import CLOCK, Call, calls_of_cpu, calls_of_gpu, queued_waits
-from .replay import Floats, Ints, Mask
+from ..communication import Names
+from ..phases import Phases
+from ..trace import Trace
+from .calls import CLOCK, calls_of_cpu, calls_of_gpu, queued_waits
+from .replay import Floats, Ints, Mask, previous_of
 
 COMPUTE, COMM, COPY = range(3)
 _KINDS = {"compute": COMPUTE, "comm": COMM, "copy": COPY}
@@ -22,33 +25,44 @@ _FULL_QUEUE = 900  # launches block when about 1,000 are queued
 _BLOCKED = 100.0  # microseconds
 
 
-@dataclass(frozen=True)
 class View:
-    """Events and calls are sorted by start. Times are in microseconds from the start of the first event.
+    """In the graph of the device (dependencies.py), nodes are numbered: the ends of waits, the calls, the events."""
 
-    In the graph of the device (dependencies.py), nodes are numbered: the ends of waits, the calls, the events.
-    """
+    def __init__(self, trace: Trace, names: Names):
+        """trace: with the events of this device only."""
+        every = sorted(trace.device_events, key=lambda event: (event.start, event.end))
+        self.trace, self.phases, self.events = trace, Phases(trace, names), every[:MOST_EVENTS]
+        self.is_cpu, self.origin = self.events[0].device == "cpu", self.events[0].start
+        self.kind: Ints = np.array([_KINDS[names.kind_of(event)] for event in self.events], np.int64)
+        self.start: Floats = np.array([event.start for event in self.events]) - self.origin
+        self.end: Floats = np.array([event.end for event in self.events]) - self.origin
+        streams: dict[str, int] = {}
+        self.stream: Ints = np.array([streams.setdefault(e.stream, len(streams)) for e in self.events], np.int64)
+        # the annotation of each event's launch, "" without, and whether it is of the forward's or the backward's chunk
+        self.labels = [found.name if (found := trace.annotation_of(event)) else "" for event in self.events]
+        self.chunks = [_CHUNKS.get(letter_of(label) or "") for label in self.labels]
+        # weight gradients, which transfers of activations do not need
+        self.is_wgrad: Mask = np.array([letter_of(label) == WEIGHTS for label in self.labels], bool)
+        transfers = np.flatnonzero(self.is_comm).tolist()
+        calls = (calls_of_cpu if self.is_cpu else calls_of_gpu)(trace, self.events, transfers)
+        moved = (call._replace(start=call.start - self.origin, end=call.end - self.origin) for call in calls)
+        self.calls = sorted(moved, key=lambda call: call[1:3])
+        self.call_starts: Floats = np.array([call.start for call in self.calls])
+        self.call_ends: Floats = np.array([call.end for call in self.calls])
+        # the call that launched each event, -1 if unknown
+        of_correlation: dict[int | None, int] = {call.correlation: i for i, call in enumerate(self.calls)} | {None: -1}
+        self.launch: Ints = np.array([of_correlation.get(event.correlation, -1) for event in self.events], np.int64)
+        # how many waits for other streams the host queued before each event, -1 if no such call is recorded
+        self.num_waits: Ints = np.array(queued_waits(trace, self.events, transfers), np.int64)
+        # how long each event takes without waits for other ranks, as far as known; which rank joined last, or -1; and
+        # the longest wait of any rank for it (joint.py)
+        self.own_us: Floats = self.duration
+        self.last: Ints = np.full(len(self.events), -1)
+        self.longest_wait_us: Floats = np.zeros(len(self.events))
 
-    is_cpu: bool
-    origin: float
-    events: list[DeviceEvent]
-    kind: Ints
-    start: Floats
-    end: Floats
-    stream: Ints
-    labels: list[str]
-    """The annotation of each event's launch; "" without."""
-    chunks: list[str | None]
-    """The micro-batch of each event: that of the forward, "F", or of the backward, "B"; None if unknown."""
-    is_wgrad: Mask
-    """Whether an event computes weight gradients, which transfers of activations do not need."""
-    calls: list[Call]
-    launch: Ints
-    """The call that launched each event; -1 if unknown."""
-    num_waits: Ints
-    """How many waits for other streams the host queued before each event; -1 if no such call is recorded."""
-    queues: int | None
-    """Hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), if recorded."""
+    @cached_property
+    def is_comm(self) -> Mask:
+        return self.kind == COMM
 
     @cached_property
     def has_labels(self) -> bool:
@@ -57,7 +71,7 @@ class View:
 
     @property
     def window_us(self) -> float:
-        return float(self.end.max()) if len(self.end) else 0.0
+        return float(self.end.max())
 
     @property
     def duration(self) -> Floats:
@@ -67,14 +81,6 @@ class View:
     def may_wait(self) -> Mask:
         """Whether the host may have queued a wait for another stream before each event."""
         return (self.num_waits != 0) | (self.launch < 0)
-
-    @cached_property
-    def call_starts(self) -> Floats:
-        return np.array([call.start for call in self.calls])
-
-    @cached_property
-    def call_ends(self) -> Floats:
-        return np.array([call.end for call in self.calls])
 
     @cached_property
     def launched(self) -> Floats:
@@ -149,38 +155,3 @@ class View:
     def event_nodes(self) -> Ints:
         """The node of each event."""
         return self.first_event + np.arange(len(self.events))
-
-
-def previous_of(group: Ints) -> Ints:
-    """For each element, the previous one of the same group; -1 for the first."""
-    order = np.argsort(group, kind="stable")
-    previous = np.full(len(order), -1, np.int64)
-    same = group[order[1:]] == group[order[:-1]]
-    previous[order[1:][same]] = order[:-1][same]
-    return previous
-
-
-def view_of(trace: Trace, device: str, kind_of: Callable[[DeviceEvent], str]) -> View:
-    """kind_of: compute, comm or copy."""
-    every = sorted((e for e in trace.device_events if e.device == device), key=lambda event: (event.start, event.end))
-    events = every[:MOST_EVENTS]
-    origin = events[0].start if events else 0.0
-    kind = np.array([_KINDS[kind_of(event)] for event in events], np.int64)
-    transfers = np.flatnonzero(kind == COMM).tolist()
-    found = (calls_of_cpu if device == "cpu" else calls_of_gpu)(trace, events, transfers)
-    calls = sorted(
-        (call._replace(start=call.start - origin, end=call.end - origin) for call in found), key=lambda call: call[1:3]
-    )
-    of_correlation: dict[int | None, int] = {call.correlation: i for i, call in enumerate(calls)} | {None: -1}
-    labels = [found.name if (found := trace.annotation_of(event)) else "" for event in events]
-    streams: dict[str, int] = {}
-    return View(
-        is_cpu=device == "cpu", origin=origin, events=events, kind=kind,
-        start=np.array([event.start for event in events]) - origin,
-        end=np.array([event.end for event in events]) - origin,
-        stream=np.array([streams.setdefault(event.stream, len(streams)) for event in events], np.int64),
-        labels=labels, chunks=[_CHUNKS.get(letter_of(label) or "") for label in labels],
-        is_wgrad=np.array([letter_of(label) == WEIGHTS for label in labels], bool),
-        calls=calls, launch=np.array([of_correlation.get(event.correlation, -1) for event in events], np.int64),
-        num_waits=np.array(queued_waits(trace, events, transfers), np.int64), queues=trace.queues,
-    )  # fmt: skip

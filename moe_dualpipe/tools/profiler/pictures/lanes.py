@@ -25,9 +25,8 @@ from ...drawing.timeline import COLORS as COLORS_OF_LETTERS
 from ...drawing.timeline import LABELS
 from ..communication import Kind
 from ..intervals import Intervals, as_intervals, length_before, union
-from ..kernel_names import shortened
 from .perfetto import write_perfetto
-from .picture import LANES, Picture, Work, WorkRun, runs
+from .picture import LANES, Picture, Slice, Work, runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -140,12 +139,12 @@ def _add_pixels(axes: "Axes", styles: np.ndarray, opacity: np.ndarray, end: floa
 
 def _add_labels(axes: "Axes", picture: Picture, work: Sequence[Work], end: float, bottom: float, top: float) -> None:
     """Name the phases or kernels of one lane, where a name fits; shorten long ones."""
-    inch, boxes = end / _LANE_INCHES, list[WorkRun]()
+    inch, boxes = end / _LANE_INCHES, list[Slice]()
     for run in sorted(runs(work, end / 400)):  # those of other streams, too, are one box
         if boxes and boxes[-1].name == run.name and run.start - boxes[-1].end <= end / 400:
             run = run._replace(start=boxes[-1].start, end=max(boxes.pop().end, run.end))
         boxes.append(run)
-    for start, until, name in boxes:
+    for start, until, name, _ in boxes:
         if until - start > 0.1 * inch:
             axes.vlines((start + picture.shift_us) / 1e3, bottom, top, "white", linewidth=0.8)
         if text := fitting(name, (until - start) / inch):
@@ -160,8 +159,8 @@ def fitting(name: str, inches: float) -> str:
     """
     letter = letter_of(name) or ""
     base = name.removesuffix(f"({letter})")
-    beginnings = (shortened(base, letters) for letters in range(len(base), 2, -1))
-    return next((text for text in (name, *beginnings, letter) if text and _inches(text) <= inches), "")
+    beginnings = (f"{base[:letters]}…" for letters in range(len(base) - 2, 1, -1))
+    return next((text for text in (name, base, *beginnings, letter) if text and _inches(text) <= inches), "")
 
 
 @cache

@@ -1,7 +1,7 @@
 """Write pictures as a file for ui.perfetto.dev, the viewer that most people know: all devices on one clock.
 
-Each device is a process with these rows: what it did at each moment, communication that is hidden or exposed, causes of
-lost time, the phases of each lane, and the work of each stream.
+Each device is a process with these rows: what it did at each moment, causes of lost time, the phases of each lane, and
+the work of each stream.
 
 The format is the Chrome trace format. Perfetto shows slices of one row correctly only if they nest
 (https://perfetto.dev/docs/faq), so overlapping slices get rows of their own, and times are whole nanoseconds: a rounded
@@ -10,26 +10,17 @@ end is never later than the next start.
 
 import gzip
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from ....messages import printable
 from ..reading.chrome import WRITTEN_BY
-from .picture import LANES, Picture, Work, runs
+from .picture import LANES, Picture, Slice, Work, runs
 
 _MOST_ROWS = 1000  # of a device
-
-
-class Slice(NamedTuple):
-    """A named span, in microseconds of its trace. args: shown when it is selected."""
-
-    start: float
-    end: float
-    name: str
-    args: Mapping[str, Any] | None = None
 
 
 def write_perfetto(pictures: Sequence[Picture], path: Path) -> None:
@@ -72,8 +63,6 @@ def without_overlap(slices: Iterable[Slice], shift_us: float) -> list[list[tuple
 def _rows(picture: Picture) -> Iterator[tuple[str, list[Slice]]]:
     """Yield the rows of a device: title and slices."""
     yield "account", [Slice(one.start_us, one.end_us, one.kind, {"detail": one.detail}) for one in picture.account]
-    both = ("hidden", picture.hidden), ("exposed", picture.exposed)
-    yield "communication", [Slice(start, end, name) for name, spans in both for start, end in spans.tolist()]
     since = picture.start_us
     yield "causes", [
         Slice(since + cause.start_us, since + cause.end_us, cause.title, {
@@ -83,7 +72,7 @@ def _rows(picture: Picture) -> Iterator[tuple[str, list[Slice]]]:
     ]  # fmt: skip
     for kind, (lane, _) in LANES.items():
         named = [one for one in picture.of_kind(kind) if one.phase]
-        yield f"{lane}, phases", [Slice(*run) for run in runs(named, float("inf"))]
+        yield f"{lane}, phases", [*runs(named, float("inf"))]
     streams: dict[str, list[Slice]] = defaultdict(list)
     for one in picture.work:
         streams[one.event.stream].append(_slice(one))

@@ -1,15 +1,14 @@
 """What is drawn of traces, as an image (lanes.py) or for ui.perfetto.dev (perfetto.py)."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..account import TRANSFER, WAITING, Entry, spans_of
-from ..categories import category_of
+from ..categories import category_of, short_name
 from ..communication import Kind, Names
 from ..doctor.verdict import Verdict
-from ..intervals import Intervals, difference, intervals_of, union
-from ..kernel_names import short_name
+from ..intervals import Intervals
 from ..phases import Phases
 from ..trace import DeviceEvent, HostEvent, Trace
 
@@ -35,9 +34,9 @@ class Work(NamedTuple):
         return self.phase or short_name(self.event.name)
 
 
-def work_of(trace: Trace, names: Names, phases: Phases) -> tuple[Work, ...]:
+def work_of(trace: Trace, names: Names) -> tuple[Work, ...]:
     """The work of a trace that comes from `host_as_device`, sorted by start."""
-    found = []
+    found, phases = [], Phases(trace, names)
     for event in sorted(trace.device_events, key=lambda event: event.start):
         kind, name = names.kind_of(event), phases.name_of(event)
         unknown = name == event.name and not phases.is_named(event)
@@ -69,29 +68,25 @@ class Picture:
     def exposed(self) -> Intervals:
         return spans_of(self.account, TRANSFER, WAITING)
 
-    @property
-    def hidden(self) -> Intervals:
-        """Communication that is not exposed."""
-        return difference(union(intervals_of(one.event for one in self.of_kind("comm"))), self.exposed)
-
     def of_kind(self, kind: Kind) -> list[Work]:
         return [one for one in self.work if one.kind == kind]
 
 
-class WorkRun(NamedTuple):
-    """Successive work of one stream that belongs together.
-
-    It was launched by the same annotation or module. If there is none, it has the same name.
-    """
+class Slice(NamedTuple):
+    """A named span, in microseconds of its trace. args: what ui.perfetto.dev shows when it is selected."""
 
     start: float
     end: float
     name: str
+    args: Mapping[str, Any] | None = None
 
 
-def runs(work: Iterable[Work], gap: float) -> Iterator[WorkRun]:
-    """Yield the runs of work that is sorted by start, each without gaps longer than `gap`."""
-    latest: dict[str, tuple[Work, WorkRun]] = {}
+def runs(work: Iterable[Work], gap: float) -> Iterator[Slice]:
+    """Yield the runs of work that is sorted by start, each without gaps longer than `gap`.
+
+    A run is successive work of one stream that the same annotation or module launched, or without one, of one name.
+    """
+    latest: dict[str, tuple[Work, Slice]] = {}
     for one in work:
         start, end, stream = one.event.start, one.event.end, one.event.stream
         if stream in latest:
@@ -100,5 +95,5 @@ def runs(work: Iterable[Work], gap: float) -> Iterator[WorkRun]:
                 latest[stream] = first, run._replace(end=max(run.end, end))
                 continue
             yield run
-        latest[stream] = one, WorkRun(start, end, one.name)
+        latest[stream] = one, Slice(start, end, one.name)
     yield from (run for _, run in latest.values())

@@ -14,7 +14,7 @@ from moe_dualpipe.cli import main
 from moe_dualpipe.data import strict_json
 from moe_dualpipe.tools.profiler import TraceError, read_trace
 from moe_dualpipe.tools.profiler.files import analyze_files
-from moe_dualpipe.tools.profiler.reading.paths import trace_paths
+from moe_dualpipe.tools.profiler.reading import trace_paths
 from moe_dualpipe.tools.profiler.report import traces_text
 from tests.support.mutations import VALUES, check_message, mutations
 from tests.support.traces import annotation, kernel, launch, operator, write

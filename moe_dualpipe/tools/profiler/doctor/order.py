@@ -13,10 +13,9 @@ from functools import partial
 
 import numpy as np
 
-from ..dependencies import LATE, NEAR
-from ..device import Device, FoundCause
-from ..replay import ASSUMED, DATA, ORDER, Edges, Floats, Graph, Ints, Mask, edges, ends, merged, without
-from ..view import COMPUTE
+from .dependencies import LATE, NEAR
+from .device import COMPUTE, Device, FoundCause
+from .replay import ASSUMED, DATA, ORDER, Edges, Floats, Graph, Ints, Mask, edges, ends, merged, without
 
 LEAST = 3
 """Minimum number of occurrences of a pattern."""
@@ -24,7 +23,7 @@ LEAST = 3
 
 def find(device: Device) -> list[FoundCause]:
     """Find transfers, and computation beside transfers, that wait for unrelated work."""
-    waits, first = device.graph.edges, device.view.first_event
+    waits, first = device.graph.edges, device.first_event
     rows = np.flatnonzero(waits.kind == ORDER)
     source, target = waits.source_node[rows] - first, waits.target[rows] - first
     of_transfers = device.is_comm[source] | device.is_comm[target]
@@ -41,16 +40,15 @@ def _delays(device: Device, events: Ints) -> Floats:
     """How long each event waited after it was launched, its stream was free, and its input was ready."""
     inputs, ready = device.graph.edges.keep(device.graph.edges.kind == ASSUMED), np.zeros(len(device.graph.start))
     np.maximum.at(ready, inputs.target, device.graph.recorded.end[inputs.source_node])
-    return (device.view.start - np.maximum(device.view.ready, ready[device.view.first_event :]))[events]
+    return (device.start - np.maximum(device.ready, ready[device.first_event :]))[events]
 
 
 def _share_queues(device: Device, source: Ints, target: Ints) -> Mask:
     """Whether the streams of each pair of events may share a hardware queue."""
-    view = device.view
     shared = np.zeros(len(source), bool)
-    if view.queues is not None and view.queues >= len(np.unique(view.stream)):
+    if device.trace.queues is not None and device.trace.queues >= len(np.unique(device.stream)):
         return shared
-    pairs = np.sort(np.stack([view.stream[source], view.stream[target]], axis=1), axis=1)
+    pairs = np.sort(np.stack([device.stream[source], device.stream[target]], axis=1), axis=1)
     for pair in np.unique(pairs, axis=0):
         same = (pairs == pair).all(axis=1)
         shared |= same & (device.is_comm[source[same]].any() and _in_launch_order(device, *pair))
@@ -59,10 +57,9 @@ def _share_queues(device: Device, source: Ints, target: Ints) -> Mask:
 
 def _in_launch_order(device: Device, one: int, other: int) -> bool:
     """Whether no event of one stream started before an event that had been launched earlier on the other stream."""
-    view = device.view
-    events = np.flatnonzero(np.isin(view.stream, (one, other)) & (view.launch >= 0))
-    events = events[np.argsort(view.launch[events], kind="stable")]
-    starts, is_one = view.start[events], view.stream[events] == one
+    events = np.flatnonzero(np.isin(device.stream, (one, other)) & (device.launch >= 0))
+    events = events[np.argsort(device.launch[events], kind="stable")]
+    starts, is_one = device.start[events], device.stream[events] == one
     for mask in (is_one, ~is_one):
         latest = np.maximum.accumulate(np.where(mask, starts, -np.inf))
         if (starts[~mask] < latest[~mask] - LATE).any():
@@ -73,34 +70,35 @@ def _in_launch_order(device: Device, one: int, other: int) -> bool:
 def _few_queues(device: Device, events: Ints, rows: Ints) -> list[FoundCause]:
     if len(events) < LEAST:
         return []
-    view, delays = device.view, _delays(device, events)
-    setting = "" if view.queues is None else f" CUDA_DEVICE_MAX_CONNECTIONS is {view.queues}."
-    start, end = view.start[events] - delays, np.where(device.is_comm, view.end, view.start)[events]
+    delays = _delays(device, events)
+    setting = "" if device.trace.queues is None else f" CUDA_DEVICE_MAX_CONNECTIONS is {device.trace.queues}."
+    start, end = device.start[events] - delays, np.where(device.is_comm, device.end, device.start)[events]
     change = partial(without, rows=rows)
-    return device.found("few-queues", events, start, end, change, costs=delays, setting=setting)
+    return device.found("few-queues", events, change, start, end, costs=delays, setting=setting)
 
 
 def _late(device: Device, events: Ints, rows: Ints) -> list[FoundCause]:
     """Transfers behind unrelated work. Without the cause, they are launched directly after their inputs."""
-    view, input_of = device.view, _inputs(device, ASSUMED)
+    input_of = _inputs(device, ASSUMED)
     behind = _behind_later(device, input_of)
     every = np.concatenate([events, np.array([*behind], np.int64)])
     if not len(every):
         return []
-    moved = every[(input_of[every] >= 0) & (view.launch[every] >= 0)]
+    moved = every[(input_of[every] >= 0) & (device.launch[every] >= 0)]
     waited = np.concatenate([_delays(device, events), np.array([*behind.values()])])
-    worst, end = every[np.argmax(waited)], view.end[every]
+    worst = every[np.argmax(waited)]
     return device.found(
-        "late-launch", every, view.start[every] - waited, end,
-        partial(_launched_with, device=device, rows=rows, events=moved, inputs=input_of[moved]), costs=waited,
+        "late-launch", every,
+        partial(_launched_with, device=device, rows=rows, events=moved, inputs=input_of[moved]),
+        device.start[every] - waited, costs=waited,
         place=device.place(worst), behind=device.launched_behind(worst),
     )  # fmt: skip
 
 
 def _inputs(device: Device, *kinds: int) -> Ints:
     """The last known input of each event; -1 if unknown."""
-    known, first = device.graph.edges.keep(np.isin(device.graph.edges.kind, kinds)), device.view.first_event
-    found = np.full(len(device.view.events), -1, np.int64)
+    known, first = device.graph.edges.keep(np.isin(device.graph.edges.kind, kinds)), device.first_event
+    found = np.full(len(device.events), -1, np.int64)
     found[known.target - first] = known.source_node - first
     return found
 
@@ -110,27 +108,27 @@ def _behind_later(device: Device, input_of: Ints) -> dict[int, float]:
 
     Returns how much later these transfers start than if they had gone first.
     """
-    view, before_of, every_input = device.view, device.view.previous, _inputs(device, ASSUMED, DATA)
+    before_of, every_input = device.previous, _inputs(device, ASSUMED, DATA)
     found: dict[int, float] = {}
     for event in np.flatnonzero(device.is_comm & (input_of >= 0) & (every_input[before_of] >= 0)).tolist():
         own, before = input_of[event], int(before_of[event])
-        if before < 0 or view.chunks[event] is None or view.launch[every_input[before]] <= view.launch[own]:
+        if before < 0 or device.chunks[event] is None or device.launch[every_input[before]] <= device.launch[own]:
             continue
-        if view.start[event] > view.end[before] + NEAR:
+        if device.start[event] > device.end[before] + NEAR:
             continue
-        while before >= 0 and view.launch[before] > view.launch[own]:
+        while before >= 0 and device.launch[before] > device.launch[own]:
             before = int(before_of[before])
-        since = float(max(view.end[own], view.end[before] if before >= 0 else 0.0))
-        if view.start[event] > since + LATE:
-            found[event] = float(view.start[event]) - since
+        since = float(max(device.end[own], device.end[before] if before >= 0 else 0.0))
+        if device.start[event] > since + LATE:
+            found[event] = float(device.start[event]) - since
     return found
 
 
 def _launched_with(graph: Graph, device: Device, rows: Ints, events: Ints, inputs: Ints) -> Graph:
     """Drop edges, and launch events directly after their inputs: before other events that are launched later."""
-    view, nodes = device.view, device.view.event_nodes
+    nodes = device.event_nodes
     launch = len(graph.start) + nodes
-    source, later = graph.edges.source.copy(), view.launch[view.previous[events]] > view.launch[inputs]
+    source, later = graph.edges.source.copy(), device.launch[device.previous[events]] > device.launch[inputs]
     source[launch[events]] = source[launch[inputs]]
     graph = replace(graph, edges=graph.edges._replace(source=source))
     return without(graph, np.concatenate([rows, nodes[events[later]]]))
@@ -138,15 +136,15 @@ def _launched_with(graph: Graph, device: Device, rows: Ints, events: Ints, input
 
 def _early(device: Device, source: Ints, target: Ints, rows: Ints) -> list[FoundCause]:
     """Computation that waits for transfers of the other chunk. Without the cause, their own chunk waits for them."""
-    view, start, delays = device.view, device.view.start[target], _delays(device, target)
+    start, delays = device.start[target], _delays(device, target)
     needing = np.array([
-        next((e for e in range(at, len(view.kind)) if view.kind[e] == COMPUTE and view.chunks[e] == chunk), -1)
-        for chunk, at in zip([view.chunks[transfer] for transfer in source], target.tolist(), strict=True)
+        next((e for e in range(at, len(device.kind)) if device.kind[e] == COMPUTE and device.chunks[e] == chunk), -1)
+        for chunk, at in zip([device.chunks[transfer] for transfer in source], target.tolist(), strict=True)
     ], np.int64)  # fmt: skip
     known = needing >= 0
-    needed = edges(ends(view.event_nodes[source[known]]), view.event_nodes[needing[known]], 0.0, DATA)
+    needed = edges(ends(device.event_nodes[source[known]]), device.event_nodes[needing[known]], 0.0, DATA)
     change = partial(_with_needed, rows=rows, needed=needed)
-    return device.found("early-wait", target, start - delays, start, change, costs=delays)
+    return device.found("early-wait", target, change, start - delays, start, costs=delays)
 
 
 def _with_needed(graph: Graph, rows: Ints, needed: Edges) -> Graph:

@@ -10,15 +10,14 @@ from functools import partial
 
 import numpy as np
 
-from .....messages import plural
-from ...account import ALLOCATING, CHECKPOINT, LOADER, OPTIMIZER, host_spans
-from ...intervals import EMPTY, Intervals, as_intervals, difference, intersection, length_before, union, union_length
-from ...trace import Trace, innermost
-from ..calls import AT_ONCE
-from ..dependencies import LATE
-from ..device import Device, FoundCause, most_costly
-from ..replay import SYNC, Floats, Graph, Ints, shorter, without
-from ..view import COMM
+from ....messages import plural
+from ..account import ALLOCATING, CHECKPOINT, LOADER, OPTIMIZER, host_spans
+from ..intervals import EMPTY, Intervals, as_intervals, difference, intersection, length_before, union, union_length
+from ..trace import innermost
+from .calls import AT_ONCE
+from .dependencies import LATE
+from .device import COMM, Device, FoundCause, most_costly
+from .replay import SYNC, Floats, Graph, Ints, shorter, without
 
 SHORT = 10.0
 """Microseconds: about the time that one launch takes."""
@@ -26,39 +25,41 @@ ACTIVITIES = {ALLOCATING: "allocator", LOADER: "data-loader", CHECKPOINT: "check
 """The causes, by what the host did."""
 
 
-def find(device: Device, trace: Trace) -> list[FoundCause]:
+def find(device: Device) -> list[FoundCause]:
     """Find all causes of the host. Each may follow from those before it."""
-    if device.view.is_cpu:
+    if device.is_cpu:
         return [*_waits_at_once(device), *_busy_thread(device)]
+    whole = np.array([[0.0, device.window_us]])
     spans = {
-        kind: union(as_intervals(row[:2] for row in rows)) - device.view.origin
-        for kind, rows in host_spans(trace).items() if kind in ACTIVITIES
+        kind: intersection(union(as_intervals(row[:2] for row in rows)) - device.origin, whole)
+        for kind, rows in host_spans(device.trace).items() if kind in ACTIVITIES
     }  # fmt: skip
     activities = [found for kind, key in ACTIVITIES.items() for found in _activity(device, key, spans[kind])]
     waiting = union(np.concatenate([spans[ALLOCATING], spans[LOADER], spans[CHECKPOINT]]))
     every = union(np.concatenate([EMPTY, *spans.values()]))
-    return [*_syncs(device, trace, waiting), *activities, *_late_host(device, every), *_short_kernels(device)]
+    return [*_syncs(device, waiting), *activities, *_late_host(device, every), *_short_kernels(device)]
 
 
-def _syncs(device: Device, trace: Trace, activities: Intervals) -> list[FoundCause]:
+def _syncs(device: Device, activities: Intervals) -> list[FoundCause]:
     """Calls in which the host waits for the device, outside of other activities."""
-    view, waits = device.view, device.graph.edges
+    waits = device.graph.edges
     rows = np.setdiff1d(np.flatnonzero(waits.kind == SYNC), _waits_in(device, activities))
-    calls = view.waiting_calls[waits.target[rows]]
-    awaited_end = view.call_ends[calls] - waits.lag[rows]
-    first, known = np.full(len(view.calls) + 1, device.window_us), view.launch >= 0
-    np.minimum.at(first, view.launch[known], view.start[known])
+    calls = device.waiting_calls[waits.target[rows]]
+    awaited_end = device.call_ends[calls] - waits.lag[rows]
+    first, known = np.full(len(device.calls) + 1, device.window_us), device.launch >= 0
+    np.minimum.at(first, device.launch[known], device.start[known])
     following = np.maximum(np.minimum.accumulate(first[::-1])[::-1][calls + 1], awaited_end)
     costs = device.without_computation(awaited_end, following)
-    around = innermost(trace.annotations, [(view.calls[call].start + view.origin, call) for call in calls.tolist()])
-    names = [view.calls[call].name for call in calls.tolist()]
+    starts = zip((device.call_starts[calls] + device.origin).tolist(), calls.tolist(), strict=True)
+    around = innermost(device.trace.annotations, starts)
+    names = [device.calls[call].name for call in calls.tolist()]
     return device.found(
-        "host-sync", calls, awaited_end, following, partial(without, rows=rows), costs=costs,
+        "host-sync", calls, partial(without, rows=rows), awaited_end, following, costs=costs,
         places=[
             f"{name} in {around[call].name}" if call in around else name
             for call, name in zip(calls.tolist(), names, strict=True)
         ],
-        call=most_costly(names, costs), waited=(view.call_ends - view.call_starts)[calls].sum(),
+        call=most_costly(names, costs), waited=(device.call_ends - device.call_starts)[calls].sum(),
         emptied=(costs > LATE).sum(),
     )  # fmt: skip
 
@@ -66,33 +67,31 @@ def _syncs(device: Device, trace: Trace, activities: Intervals) -> list[FoundCau
 def _waits_in(device: Device, spans: Intervals) -> Ints:
     """The edges to calls that wait and are partly inside `spans`."""
     waits = np.flatnonzero(device.graph.edges.kind == SYNC)
-    return waits[_us_in_calls(device, spans)[device.view.waiting_calls[device.graph.edges.target[waits]]] > 0]
+    return waits[_us_in_calls(device, spans)[device.waiting_calls[device.graph.edges.target[waits]]] > 0]
 
 
 def _us_in_calls(device: Device, spans: Intervals) -> Floats:
     """How much of each call is inside `spans`."""
     before = length_before(spans)
-    return before(device.view.call_ends) - before(device.view.call_starts)
+    return before(device.call_ends) - before(device.call_starts)
 
 
 def _activity(device: Device, key: str, spans: Intervals) -> list[FoundCause]:
     """An activity of the host during which the device had nothing to do."""
-    view = device.view
     start, end = intersection(spans, device.idle).T
-    following = np.minimum(np.searchsorted(view.start, end), len(view.start) - 1)
+    following = np.minimum(np.searchsorted(device.start, end), len(device.start) - 1)
     waits = _waits_in(device, spans)
     change = _host_without(device, spans)
     return device.found(
-        key, following, start, end, lambda graph: without(change(graph), waits),
+        key, following, lambda graph: without(change(graph), waits), start, end,
         times=plural(len(spans), "time"), spent=union_length(spans),
     )  # fmt: skip
 
 
 def _late_host(device: Device, activities: Intervals) -> list[FoundCause]:
     """Work that starts late because the host had not launched it."""
-    view = device.view
-    known = np.flatnonzero((view.launch >= 0) & (view.kind != COMM))
-    start, launched, free = view.start[known], view.launch_end[known], np.maximum(view.free[known], 0.0)
+    known = np.flatnonzero((device.launch >= 0) & (device.kind != COMM))
+    start, launched, free = device.start[known], device.launch_end[known], np.maximum(device.free[known], 0.0)
     waited = (start - launched)[free < launched]
     launched += max(0.0, float(np.percentile(waited, 5))) if len(waited) else 0.0  # it cannot start sooner
     late = np.maximum(np.minimum(launched, start) - free, 0.0)
@@ -100,11 +99,11 @@ def _late_host(device: Device, activities: Intervals) -> list[FoundCause]:
     costs = device.without_computation(free, free + late)
     if len(known) < 2 or not (costs > LATE).any():
         return []
-    whole = np.array([[min(0.0, view.call_starts.min()) - 1.0, max(device.window_us, launched.max()) + 1.0]])
+    whole = np.array([[min(0.0, device.call_starts.min()) - 1.0, max(device.window_us, launched.max()) + 1.0]])
     return device.found(
-        "host-bound", known, free, free + late, _host_without(device, difference(whole, activities)), costs=costs,
+        "host-bound", known, _host_without(device, difference(whole, activities)), free, free + late, costs=costs,
         cost_us=union_length(intersection(union(np.stack([free, free + late], axis=1)), device.gaps)),
-        late=(costs > LATE).sum(), latency=view.latency,
+        late=(costs > LATE).sum(), latency=device.latency,
     )  # fmt: skip
 
 
@@ -112,15 +111,15 @@ def _busy_thread(device: Device) -> list[FoundCause]:
     """Times in which a CPU neither computes nor waits for a transfer."""
     busy = difference(device.gaps, device.waits)
     start, end = busy.T
-    following = np.minimum(np.searchsorted(device.view.start, end), len(device.view.start) - 1)
+    following = np.minimum(np.searchsorted(device.start, end), len(device.start) - 1)
     nodes = np.arange(len(device.graph.start))
     change = partial(_without_host, nodes=nodes, us=np.zeros(len(nodes)), spans=busy)
-    return device.found("host-bound/thread", following, start, end, change)
+    return device.found("host-bound/thread", following, change, start, end)
 
 
 def _host_without(device: Device, spans: Intervals) -> partial[Graph]:
     """A change after which the host takes no time in `spans`, except for its waits."""
-    return partial(_without_host, nodes=device.view.call_nodes, us=_us_in_calls(device, spans), spans=spans)
+    return partial(_without_host, nodes=device.call_nodes, us=_us_in_calls(device, spans), spans=spans)
 
 
 def _without_host(graph: Graph, nodes: Ints, us: Floats, spans: Intervals) -> Graph:
@@ -132,27 +131,27 @@ def _without_host(graph: Graph, nodes: Ints, us: Floats, spans: Intervals) -> Gr
 
 def _short_kernels(device: Device) -> list[FoundCause]:
     """Gaps between kernels that were queued."""
-    view, gaps = device.view, device.idle
-    following = np.searchsorted(view.start, gaps[:, 1])
+    gaps = device.idle
+    following = np.searchsorted(device.start, gaps[:, 1])
     length = gaps[:, 1] - gaps[:, 0]
-    queued = (view.launch_end[following] <= gaps[:, 0]) & (length <= SHORT)
+    queued = (device.launch_end[following] <= gaps[:, 0]) & (length <= SHORT)
     gaps, length, following = gaps[queued], length[queued], following[queued]
-    kernel = np.median(view.duration[following]) if len(following) else SHORT
+    kernel = np.median(device.duration[following]) if len(following) else SHORT
     if kernel >= SHORT:
         return []
     start, end = gaps.T
-    return device.found("short-kernels", following, start, end, None, gap=np.median(length), kernel=kernel)
+    return device.found("short-kernels", following, None, start, end, gap=np.median(length), kernel=kernel)
 
 
 def _waits_at_once(device: Device) -> list[FoundCause]:
     """Segments of a CPU that wait for transfers that they have just started."""
-    view, waits = device.view, device.graph.edges
+    waits = device.graph.edges
     rows = np.flatnonzero(waits.kind == SYNC)
-    calls = view.waiting_calls[waits.target[rows]]
-    at_once = np.array([view.calls[call].name == AT_ONCE for call in calls.tolist()], bool)
+    calls = device.waiting_calls[waits.target[rows]]
+    at_once = np.array([device.calls[call].name == AT_ONCE for call in calls.tolist()], bool)
     calls, rows = calls[at_once], rows[at_once]
-    start, end = view.call_starts[calls], view.call_ends[calls]
+    start, end = device.call_starts[calls], device.call_ends[calls]
     return device.found(
-        "host-sync/thread", view.awaited[calls], start, end, partial(without, rows=rows),
+        "host-sync/thread", device.awaited[calls], partial(without, rows=rows), start, end,
         cases=plural(len(calls), "case"), waited=(end - start).sum(),
     )  # fmt: skip

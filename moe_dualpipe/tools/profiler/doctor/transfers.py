@@ -7,24 +7,22 @@ to the link (slow transfers). With the trace of one rank, the two cannot be told
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
-from .....messages import plural
-from .....overlap.labels import GATHER_WEIGHTS, SUM_GRADIENTS
-from ...account import copy_name
-from ...categories import category_of_kernel
-from ...communication import kind_of_collective
-from ...intervals import EMPTY, Intervals, difference, intersection, length_before, union, union_length
-from ..calls import CLOCK
-from ..device import Device, FoundCause
-from ..joint import Joined
-from ..replay import DATA, SYNC, Floats, Graph, Ints, Mask, NodeTimes, shorter, without
-from ..view import COMM, COMPUTE, COPY
+from ....messages import plural
+from ....overlap.labels import GATHER_WEIGHTS, SUM_GRADIENTS
+from ..account import copy_name
+from ..categories import category_of_kernel
+from ..communication import kind_of_collective
+from ..intervals import EMPTY, Intervals, difference, intersection, length_before, union, union_length
+from .calls import CLOCK
+from .device import COMM, COMPUTE, COPY, Device, FoundCause
+from .replay import DATA, SYNC, Floats, Graph, Ints, Mask, NodeTimes, shorter, without
 
 LEAST = 4
 """Minimum number of transfers of one kind and size, to compare them."""
@@ -49,46 +47,42 @@ _INTERLEAVED = 0.3
 """If a larger share of the communication is hidden, two micro-batches run beside each other."""
 
 
-def find(device: Device, rank_names: Mapping[int, str], joined: Joined | None, slowed_us: Floats) -> list[FoundCause]:
+def find(device: Device, rank_names: Sequence[str], slowed_us: Floats) -> list[FoundCause]:
     """Find waits for other ranks, slow transfers, and small ones.
 
-    rank_names: names of the ranks by number. joined: who joined last; None if unknown.
     slowed_us: how much longer each event took because of computation beside it.
     """
-    waits = _imbalance(device, rank_names, joined) if joined is not None else []
-    return [*waits, *_long(device, device.own_us - slowed_us, joined), *_small(device)]
+    return [*_imbalance(device, rank_names), *_long(device, device.own_us - slowed_us), *_small(device)]
 
 
-def _imbalance(device: Device, rank_names: Mapping[int, str], joined: Joined) -> list[FoundCause]:
-    waited, last = device.waited_us, joined.last
-    if waited.sum() < OFTEN * device.view.duration[device.is_comm].sum():
+def _imbalance(device: Device, rank_names: Sequence[str]) -> list[FoundCause]:
+    waited = device.waited_us
+    if waited.sum() <= OFTEN * device.duration[device.is_comm].sum():
         return []
-    own_waits, every_wait = (np.bincount(last[last >= 0], us[last >= 0]) for us in (waited, joined.waited_us))
+    joined = device.last >= 0
+    own_waits, every_wait = (np.bincount(device.last[joined], us[joined]) for us in (waited, device.longest_wait_us))
     ranks = [
-        f"{own_waits[rank] / own_waits.sum():.0%} of that was for {rank_names.get(rank, 'another rank')}"
+        f"{own_waits[rank] / own_waits.sum():.0%} of that was for {rank_names[rank]}"
         for rank in np.argsort(-own_waits).tolist() if own_waits[rank] > 0
     ]  # fmt: skip
-    end = device.view.end
-    return device.found(
-        "imbalance" if every_wait.max() >= MOVES * every_wait.sum() else "imbalance/moving",
-        np.arange(len(waited)), end - waited, end, partial(shorter, nodes=device.view.event_nodes, us=waited),
-        costs=waited, waits=(waited > 0).sum(), ranks=", ".join(ranks[:3]),
-    )  # fmt: skip
+    key = "imbalance" if every_wait.max() >= MOVES * every_wait.sum() else "imbalance/moving"
+    events = np.flatnonzero(waited)
+    return device.longer(key, events, waited[events], ranks=", ".join(ranks[:3]))
 
 
 def same_kind(device: Device, event: int) -> tuple[object, ...]:
     """Transfers for which this is equal should take equally long."""
-    found = device.view.events[event]
+    found = device.events[event]
     c = found.collective
     if c is None or c.in_elems is None:
-        return found.name, found.blocks, found.bytes, device.view.labels[event]
+        return found.name, found.blocks, found.bytes, device.labels[event]
     return found.name, c.name, c.group, c.ranks, c.in_elems, c.out_elems, c.dtype, c.peer
 
 
-def _long(device: Device, own: Floats, joined: Joined | None) -> list[FoundCause]:
+def _long(device: Device, own: Floats) -> list[FoundCause]:
     """Transfers that take longer than the fastest quarter of their kind. own: how long each transfer takes alone."""
     alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    on_links = device.is_comm & ~(device.view.is_cpu & device.is_point_to_point)  # of those, a CPU shows waits only
+    on_links = device.is_comm & ~(device.is_cpu & device.is_point_to_point)  # of those, a CPU shows waits only
     for event in np.flatnonzero(on_links).tolist():
         alike[same_kind(device, event)].append(event)
     usual = own.copy()
@@ -96,10 +90,9 @@ def _long(device: Device, own: Floats, joined: Joined | None) -> list[FoundCause
         base = float(np.percentile(own[same], 25))
         if len(same) >= LEAST:
             usual[same] = np.where(own[same] > LONG * base, base, own[same])
-    without_waits = np.zeros(len(own), bool) if joined is None else joined.last >= 0
     return [
-        *_longer_than(device, "slow-transfer", own, usual, without_waits),
-        *_longer_than(device, "imbalance/one rank", own, usual, ~without_waits),
+        *_longer_than(device, "slow-transfer", own, usual, device.last >= 0),
+        *_longer_than(device, "imbalance/one rank", own, usual, device.last < 0),
     ]
 
 
@@ -107,39 +100,36 @@ def _longer_than(device: Device, key: str, own: Floats, usual: Floats, chosen: M
     events = np.flatnonzero((own > usual) & chosen)
     if not len(events):
         return []
-    own, usual, end = own[events], usual[events], device.view.end[events]
-    excess = own - usual
-    worst = int(np.argmax(excess))
-    return device.found(
-        key, events, end - excess, end, partial(shorter, nodes=device.view.event_nodes[events], us=excess),
-        costs=excess, transfers=device.is_comm.sum(), ratio=np.median(own / usual), longest=own[worst],
+    own, usual = own[events], usual[events]
+    worst = int(np.argmax(own - usual))
+    return device.longer(
+        key, events, own - usual, transfers=device.is_comm.sum(), ratio=np.median(own / usual), longest=own[worst],
         usual=usual[worst],
     )  # fmt: skip
 
 
 def _small(device: Device) -> list[FoundCause]:
     """Runs of small transfers of one kind, which would take as long together as one of them."""
-    view, every = device.view, np.flatnonzero(device.is_comm)
-    every = every[np.argsort(view.stream[every], kind="stable")].tolist()
-    elements, kind = np.zeros(len(view.events)), dict[int, tuple[object, ...]]()
+    every = np.flatnonzero(device.is_comm)
+    every = every[np.argsort(device.stream[every], kind="stable")].tolist()
+    elements, kind = np.zeros(len(device.events)), dict[int, tuple[object, ...]]()
     for event in every:
-        found = view.events[event].collective
-        kind[event] = view.stream[event], *((found.name, found.group) if found else (view.events[event].name,))
+        found = device.events[event].collective
+        kind[event] = device.stream[event], *((found.name, found.group) if found else (device.events[event].name,))
         elements[event] = max(found.in_elems or 0, found.out_elems or 0) if found else 0
     small = (device.own_us <= SMALL_US) & (elements <= SMALL_ELEMENTS)
     further = np.array([
         b for a, b in pairwise(every)
-        if small[a] and small[b] and kind[a] == kind[b] and view.start[b] - view.end[a] <= SOON_AFTER_SMALL
+        if small[a] and small[b] and kind[a] == kind[b] and device.start[b] - device.end[a] <= SOON_AFTER_SMALL
     ], np.int64)  # fmt: skip
     if not len(further):
         return []
-    launches, own = view.launch[further], device.own_us[further]
+    launches, own = device.launch[further], device.own_us[further]
     change = partial(
-        _joined_with_previous, calls=view.call_nodes[launches[launches >= 0]], nodes=view.event_nodes[further],
+        _joined_with_previous, calls=device.call_nodes[launches[launches >= 0]], nodes=device.event_nodes[further],
         moving=elements[further] / LEAST_RATE,
     )  # fmt: skip
-    start, end = view.start[further], view.end[further]
-    return device.found("small-messages", further, start, end, change, each=np.median(own), together=own.sum())
+    return device.found("small-messages", further, change, each=np.median(own), together=own.sum())
 
 
 def _joined_with_previous(graph: Graph, calls: Ints, nodes: Ints, moving: Floats) -> Graph:
@@ -157,27 +147,27 @@ def find_on_path(device: Device) -> list[FoundCause]:
 
 def _pipeline(device: Device) -> list[FoundCause]:
     """Sends and receives for which computation waits."""
-    view, waits, events = device.view, device.graph.edges, np.flatnonzero(device.is_point_to_point)
-    start, end = view.start[events], view.end[events]
+    waits, events = device.graph.edges, np.flatnonzero(device.is_point_to_point)
+    start, end = device.start[events], device.end[events]
     exposed = union_length(intersection(union(np.stack([start, end], axis=1)), device.gaps))
-    awaited = np.isin(waits.kind, (DATA, SYNC)) & np.isin(waits.source_node, view.event_nodes[events])
+    awaited = np.isin(waits.kind, (DATA, SYNC)) & np.isin(waits.source_node, device.event_nodes[events])
     rows = np.flatnonzero(awaited)
-    return device.found("exposed-pipeline", events, start, end, partial(without, rows=rows), cost_us=exposed)
+    return device.found("exposed-pipeline", events, partial(without, rows=rows), cost_us=exposed)
 
 
 def _copies(device: Device) -> list[FoundCause]:
     """Copies and fills on the path of the computation."""
-    view, found = device.view, []
+    found = []
     exposed = length_before(device.outside(COMPUTE))
-    fills = np.array(["memset" in event.name.lower() for event in view.events], bool)
+    fills = np.array(["memset" in event.name.lower() for event in device.events], bool)
     for key, wanted in (("copies", ~fills), ("memsets", fills)):
-        events = np.flatnonzero((view.kind == COPY) & wanted)
-        start, end = view.start[events], view.end[events]
+        events = np.flatnonzero((device.kind == COPY) & wanted)
+        start, end = device.start[events], device.end[events]
         costs = exposed(end) - exposed(start)
         found += device.found(
-            key, events, start, end, partial(shorter, nodes=view.event_nodes[events], us=costs), costs=costs,
-            places=[copy_name(view.events[event]) for event in events.tolist()],
-            size=sum(view.events[event].bytes for event in events.tolist()),
+            key, events, partial(shorter, nodes=device.event_nodes[events], us=costs), costs=costs,
+            places=[copy_name(device.events[event]) for event in events.tolist()],
+            size=sum(device.events[event].bytes for event in events.tolist()),
         )  # fmt: skip
     return found
 
@@ -191,11 +181,11 @@ def find_nothing_else(
     or whose waits are explained, are not counted. least_us: the smallest cost; purposes that cost less are counted
     together.
     """
-    view, gaps = device.view, _gaps_until_transfers(device)
+    gaps = _gaps_until_transfers(device)
     inside = length_before(gaps)
-    transfers = device.is_comm & ~device.is_point_to_point & (inside(view.end) > inside(view.start))
-    kinds = np.array([kind_of_collective(event) for event in view.events])
-    labeled = np.array([label.startswith(SUM_GRADIENTS) for label in view.labels], bool)
+    transfers = device.is_comm & ~device.is_point_to_point & (inside(device.end) > inside(device.start))
+    kinds = np.array([kind_of_collective(event) for event in device.events])
+    labeled = np.array([label.startswith(SUM_GRADIENTS) for label in device.labels], bool)
     sums = device.is_comm & labeled if labeled.any() else kinds == "all_reduce"
     by_key: dict[str, list[int]] = defaultdict(list)
     for event in np.flatnonzero(transfers).tolist():
@@ -203,7 +193,7 @@ def find_nothing_else(
     found, small = list[FoundCause](), by_key.pop(OTHERWISE, [])
     for key, chosen in (*by_key.items(), (OTHERWISE, small)):
         events = np.sort(np.array(chosen, np.int64))
-        start, end = view.start[events], view.end[events]
+        start, end = device.start[events], device.end[events]
         waited = intersection(union(np.stack([start, end], axis=1)), gaps)
         cost, inside = union_length(waited), length_before(waited)
         still_exposed = min(cost, _still_exposed(device, events, repaired))
@@ -212,12 +202,12 @@ def find_nothing_else(
             continue
         costs = inside(end) - inside(start)
         worst = int(events[np.argmax(costs)])
-        if key == "sum-at-end" and cost < _BUCKETS * view.duration[sums].sum():
+        if key == "sum-at-end" and cost < _BUCKETS * device.duration[sums].sum():
             key = "sum-at-end/last bucket"
         independent = key in ("sum-at-end", "exposed-weights")  # of the computation before or after them
-        change = partial(shorter, nodes=view.event_nodes[events], us=costs) if independent else None
+        change = partial(shorter, nodes=device.event_nodes[events], us=costs) if independent else None
         [one] = device.found(
-            key, events, start, end, change, costs=costs, cost_us=cost, transfers=plural(len(events), "transfer"),
+            key, events, change, costs=costs, cost_us=cost, transfers=plural(len(events), "transfer"),
             place=device.place(worst), behind=device.launched_behind(worst),
         )  # fmt: skip
         found.append(one._replace(spans=waited))
@@ -229,12 +219,12 @@ def _gaps_until_transfers(device: Device) -> Intervals:
 
     On a CPU, nothing is queued, but waits are known, and a thread takes time to go on.
     """
-    view, (start, end) = device.view, device.gaps.T
-    ends = np.sort(view.end[device.is_comm & ~device.is_point_to_point])
+    start, end = device.gaps.T
+    ends = np.sort(device.end[device.is_comm & ~device.is_point_to_point])
     ended = np.append(ends, -np.inf)[np.searchsorted(ends, end + CLOCK, side="right") - 1]
-    computing = np.flatnonzero(view.kind != COMM)
-    launched = np.append(view.launched[computing], -np.inf)[np.searchsorted(view.start[computing], end)]
-    waited = length_before(device.waits if view.is_cpu else EMPTY)
+    computing = np.flatnonzero(device.kind != COMM)
+    launched = np.append(device.launched[computing], -np.inf)[np.searchsorted(device.start[computing], end)]
+    waited = length_before(device.waits if device.is_cpu else EMPTY)
     soon = np.where(waited(end) - waited(start) > 0.5 * (end - start), end - start, SOON)
     return device.gaps[(np.maximum(start, end - soon) <= ended) & (launched < ended)]
 
@@ -242,31 +232,30 @@ def _gaps_until_transfers(device: Device) -> Intervals:
 def _purpose(device: Device, event: int, kind: str) -> str:
     """The cause of an exposed transfer, which depends on what it is for. Labels tell; in a run without labels, the kind
     of the collective."""
-    view, label = device.view, device.view.labels[event]
+    label = device.labels[event]
     if label.startswith(SUM_GRADIENTS):
         return "sum-at-end"
-    if label.startswith(GATHER_WEIGHTS) or (not view.has_labels and kind in ("all_gather", "reduce_scatter")):
+    if label.startswith(GATHER_WEIGHTS) or (not device.has_labels and kind in ("all_gather", "reduce_scatter")):
         return "exposed-weights"
-    if not view.has_labels and kind == "all_reduce" and _before_update(device, event):
+    if not device.has_labels and kind == "all_reduce" and _before_update(device, event):
         return "sum-at-end"
-    if view.chunks[event] is None and (view.has_labels or kind != "all_to_all"):
+    if device.chunks[event] is None and (device.has_labels or kind != "all_to_all"):
         return OTHERWISE
     hidden = union_length(intersection(device.spans(COMM), device.spans(COMPUTE, COPY)))
-    interleaved = {"F", "B"} <= {*view.chunks} and hidden > _INTERLEAVED * union_length(device.spans(COMM))
+    interleaved = {"F", "B"} <= {*device.chunks} and hidden > _INTERLEAVED * union_length(device.spans(COMM))
     return f"nothing-to-overlap/{'interleaved' if interleaved else 'one chunk'}"
 
 
 def _before_update(device: Device, event: int) -> bool:
     """Whether nothing but the optimizer computes after a transfer."""
-    view = device.view
-    computing = np.flatnonzero(view.kind == COMPUTE)
-    after = int(np.searchsorted(view.start[computing], view.end[event] - CLOCK))
-    return after == len(computing) or category_of_kernel(view.events[computing[after]].name) == "optimizer"
+    computing = np.flatnonzero(device.kind == COMPUTE)
+    after = int(np.searchsorted(device.start[computing], device.end[event] - CLOCK))
+    return after == len(computing) or category_of_kernel(device.events[computing[after]].name) == "optimizer"
 
 
 def _still_exposed(device: Device, transfers: Ints, repaired: NodeTimes) -> float:
     """How long nothing is computed during these transfers without the other causes."""
-    first = device.view.first_event
+    first = device.first_event
     spans = np.stack([repaired.start[first:], repaired.end[first:]], axis=1)
     chosen = union(spans[transfers])
     return union_length(chosen) - union_length(intersection(chosen, union(spans[~device.is_comm])))
