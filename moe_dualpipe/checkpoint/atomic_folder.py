@@ -14,8 +14,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..data import stores
+from ..data.files import sync, write_synced
 from ..data.one_writer import only_writer
-from ..data.synced_files import sync, write_synced
 from ..expert_parallel.gather import gather_objects
 from ..messages import printable
 from ..runtime.shared_errors import Result, errors_on_all_ranks

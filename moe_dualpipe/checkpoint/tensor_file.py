@@ -30,10 +30,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..data import DataFile
-from ..data.files import FileStatus
+from ..data.files import FileStatus, sync
 from ..data.stores import drop, entry_of, exists, fetch, read, url_of
 from ..data.strict_json import read_file, reading
-from ..data.synced_files import sync
 from ..messages import plural, printable, quoted
 from .manifest import Manifest, check_file_names
 

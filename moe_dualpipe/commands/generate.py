@@ -15,6 +15,7 @@ import torch
 from ..checkpoint.routes import check_writable, write_routes
 from ..command_line import Mark, Positional
 from ..data import Tokenizer
+from ..data.chats import ChatTemplate, template_file
 from ..data.strict_json import reading
 from ..inference import Sampling, generate, printable_text
 from ..inference.conversation import converse
@@ -25,7 +26,7 @@ from ..messages import check_range, printable, typed_text
 from ..models import TransformerStage
 from ..runtime.world import current_launch
 from .data import refuse_url
-from .options import check_ranges, find_template
+from .options import check_ranges
 from .spread_options import SpreadOptions
 
 
@@ -117,7 +118,8 @@ class Generate(SpreadOptions):
             raise ValueError("--chat reads its messages from the terminal: leave out --prompt")
         with self.joined() as world:
             model, tokenizer, _ = open_spread(self.run_or_checkpoint, self.own_layers(), world, 1, self.seq_len)
-            if (template := find_template(model, tokenizer, self.chat_template)) is None:
+            files = {**model.companions, **template_file(self.chat_template)}
+            if (template := ChatTemplate.find(files, tokenizer)) is None:
                 raise ValueError(f"{printable(self.run_or_checkpoint)} has no chat template: name one, --chat-template")
             converse(model, tokenizer, template, self.sample_tokens, self.seq_len, sampling, self.seed)
 

@@ -212,18 +212,18 @@ class ChatTemplate:
                 raise ValueError(f"{chat.place}: the chat template leaves out message {number + 1}, of role {role}")
 
 
+def template_file(file: Path | None) -> dict[str, str]:
+    """The text of a file with a chat template, by the name that `ChatTemplate.find` reads. Raises ValueError."""
+    return {} if file is None else {TEMPLATE_FILE: strict_json.read_text(file)}
+
+
 def read_template(tokenizer: str, file: Path | None) -> dict[str, str]:
     """The texts of the files beside the tokenizer.json at `tokenizer` that `ChatTemplate.find` reads.
 
     file: the template to take instead. Raises ValueError.
     """
-    beside = [Path(tokenizer).with_name(name) for name in (SPECIAL_TOKENS, TOKENIZER_CONFIG, TEMPLATE_FILE)]
-    found = {path.name: path for path in beside if path.is_file()} | ({TEMPLATE_FILE: file} if file else {})
-    texts = {}
-    for name, path in found.items():
-        with strict_json.reading(path):
-            texts[name] = strict_json.read_bytes(path).decode()
-    return texts
+    beside = (Path(tokenizer).with_name(name) for name in (SPECIAL_TOKENS, TOKENIZER_CONFIG, TEMPLATE_FILE))
+    return {path.name: strict_json.read_text(path) for path in beside if path.is_file()} | template_file(file)
 
 
 @lru_cache(maxsize=8)

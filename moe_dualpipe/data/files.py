@@ -1,4 +1,4 @@
-"""Read files that others may write to, replace or remove, without waiting and without dying.
+"""Read files that others may write to, replace or remove, without waiting and without dying; write files safely.
 
 Memory-mapping would be simpler, but a mapped page that has vanished, because the file was truncated or its disk failed,
 kills the process by SIGBUS. `pread` reports an error instead, and is faster for the windows of a batch (32 windows of
@@ -7,6 +7,7 @@ kills the process by SIGBUS. `pread` reports an error instead, and is faster for
 
 import os
 import stat
+import uuid
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -109,3 +110,34 @@ def divide(sizes: Mapping[Key, float], limit: float) -> list[list[Key]]:
         files[-1].append(key)
         filled += size
     return files
+
+
+# ---- Files that survive a loss of power ----
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and sync it. Raises OSError, which names the file."""
+    try:
+        path.write_bytes(data)
+        sync(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write all of `data` into a file, or leave the file as it is. Raises OSError."""
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        write_synced(part, data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Write a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -8,10 +8,8 @@ out. If other sources have the same documents, these are divided in the same way
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-
-import numpy as np
 
 from .encode import EncodedDocument
 
@@ -47,12 +45,17 @@ class Split:
         fraction = self.small.get(content_hash)
         return size * is_held_out(content_hash) if fraction is None else -int(-size * fraction // 1)
 
-    def divide(self, document: EncodedDocument) -> tuple[np.ndarray, np.ndarray]:
-        """The token ids of a document that are trained on, and those that are held out."""
+    def divide(self, document: EncodedDocument) -> tuple[EncodedDocument, EncodedDocument]:
+        """The part of a document that is trained on, and the part that is held out. One of them may have no tokens."""
         cut = len(document.tokens_N) - self.tail(document.hash, len(document.tokens_N))
         if document.flags_N is not None and cut < len(document.tokens_N):  # a chat is not divided
             cut = 0
-        return document.tokens_N[:cut], document.tokens_N[cut:]
+        tokens_N, flags_N = document.tokens_N, document.flags_N
+        head, tail = (
+            replace(document, tokens_N=tokens_N[part], flags_N=None if flags_N is None else flags_N[part])
+            for part in (slice(cut), slice(cut, None))
+        )
+        return head, tail
 
 
 def held_out_size(total: int, shortest: int) -> int:

@@ -39,12 +39,11 @@ from ..messages import check_range, printable
 from .chats import NO_TEMPLATE, Chat, ChatOptions, ChatTemplate, read_template
 from .documents import Documents, read_document
 from .encode import EncodedDocument, encode_documents, hash_text, split_lines, text_of
-from .files import FileStatus, divide
+from .files import FileStatus, divide, sync, write_synced
 from .held_out import Split
 from .one_writer import LOCK_FILE, only_writer
 from .pool import run_in_processes
 from .rows import row_format
-from .synced_files import sync, write_synced
 from .token_files import CHUNK, HELD_OUT_FILES, TRAIN_FILE, Sidecar, flags_file
 from .tokenizer import (
     BYTES,
@@ -154,14 +153,14 @@ def join(paths: list[Path], folder: Path, tokenizer: Tokenizer) -> tuple[Sidecar
     with ExitStack() as stack:
         sides = [[stack.enter_context(open_(folder / name, "wb")) for open_ in (open, _open_flags)] for name in FILES]
         for document in (document for path in paths for document in read_shard(path, dtype)):
-            head_N, tail_N = split.divide(document)
+            head, tail = split.divide(document)
             kinds.add(document.flags_N is not None)
-            for part_N, (tokens, flags) in zip((head_N, tail_N), sides, strict=True):
-                tokens.write(part_N.data)
-                if document.flags_N is not None:  # a chat is not divided
-                    flags.write(document.flags_N[: len(part_N)].data)
-            documents[len(tail_N) > 0] += 1
-            tail_bytes = num_bytes(tokenizer, tail_N) if len(head_N) else document.text_bytes
+            for part, (tokens, flags) in zip((head, tail), sides, strict=True):
+                tokens.write(part.tokens_N.data)
+                if part.flags_N is not None:
+                    flags.write(part.flags_N.data)
+            documents[len(tail.tokens_N) > 0] += 1
+            tail_bytes = num_bytes(tokenizer, tail.tokens_N) if len(head.tokens_N) else document.text_bytes
             text_bytes[0] += document.text_bytes - tail_bytes
             text_bytes[1] += tail_bytes
     if len(kinds) > 1:

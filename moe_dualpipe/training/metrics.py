@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..data import strict_json
-from ..data.synced_files import replace_file
+from ..data.files import replace_file
 from ..errors import describe_user_error
 from ..health.report import warn
 from ..messages import plural, quoted

@@ -28,8 +28,7 @@ from ..checkpoint import (
 from ..checkpoint.destinations import run_of
 from ..checkpoint.huggingface.peft import PeftAdapter
 from ..data import BYTES, TOKENIZER_FILE, GivenBatches, TextData, UnknownTokenizer, load_data, stores
-from ..data.chats import TEMPLATE_FILE, ChatOptions, ChatTemplate
-from ..data.strict_json import read_bytes, reading
+from ..data.chats import ChatOptions, ChatTemplate, template_file
 from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.fp8 import RECIPES
 from ..kernels.fuse import missing_for_compile
@@ -368,9 +367,8 @@ def find_start(request: Request, config: TrainConfig, facts: Facts) -> Start:
     if first_step >= config.steps and not facts.restarted:
         raise ValueError(f"{resume} is already at step {first_step}: use a larger --steps")
     companions = start_companions(folder) if (folder := resume or weights) else {}
-    if (template := config.batch.chat_template) is not None:
-        with reading(Path(template)):
-            companions = {**companions, TEMPLATE_FILE: read_bytes(Path(template)).decode()}
+    template = config.batch.chat_template
+    companions = {**companions, **template_file(None if template is None else Path(template))}
     first_weights = None if resume else weights or given.weights
     changed = changes(request.saved, config) if resume and request.saved else ()
     return Start(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..data import Batches
-from ..data.synced_files import replace_file
+from ..data.files import replace_file
 from ..health.deadline import Deadline
 from ..health.heartbeat import Progress
 from ..health.program import program_name

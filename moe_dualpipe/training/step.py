@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..checkpoint import PREFIX, PartialLoad, load_adapter, load_checkpoint, load_tensors, load_weights
-from ..data.same_text import check_same_text
-from ..expert_parallel.gather import sum_over_ranks
+from ..data import GivenBatches, TextData
+from ..expert_parallel.gather import gather_objects, sum_over_ranks
 from ..expert_parallel.labels import COMBINE, DISPATCH
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
 from ..inference import eval_mode, generate_through_pipeline
 from ..kernels.options import RoutingOptions
 from ..kernels.products import use_products
-from ..messages import check_range
+from ..messages import check_range, plural
 from ..models.adapters import relative_updates, squared_norms
 from ..models.context_parallel import KEYS
 from ..models.layers import seed_of
@@ -283,6 +283,25 @@ class Trainer:
         """The mean loss of multi-token prediction (MTP) in this step. The training loss does not include it."""
         last = self.stages.get(self.schedule.num_stages - 1)
         return self.pipeline.mean_loss([last.mtp.take_loss()] if last is not None and last.mtp is not None else [])
+
+
+def check_same_text(text: TextData | GivenBatches) -> None:
+    """Raise ValueError, on all ranks, unless all ranks have the same text. Collective.
+
+    Every rank reads the text itself and draws the same batches: the first stage takes the inputs, the last stage the
+    labels. If a machine has another version of a file, the labels do not match the inputs. The same holds for batches
+    that a program makes itself.
+    """
+    fingerprints = gather_objects(build_on_all_ranks(text.fingerprint))
+    others = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
+    if others:
+        given = isinstance(text, GivenBatches)
+        what = "`batches`" if given else "the texts of --data"
+        hint = "pass the sequences of the whole step on every rank" if given else "give every machine the same files"
+        differ = (
+            f"those of {plural(len(others), 'rank')} ({', '.join(map(str, others[:8]))}) differ from those of rank 0"
+        )
+        raise ValueError(f"{what} are not the same on all ranks: {differ}; {hint}")
 
 
 def trusted(config: TrainConfig, numerics: Numerics) -> Numerics:

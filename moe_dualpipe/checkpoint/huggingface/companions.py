@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...data import TOKENIZER_FILE, Tokenizer
-from ...data.strict_json import parse, read_bytes, read_named, reading
+from ...data.strict_json import parse, read_named, read_text, reading
 from ...kernels.fp8 import RECIPES, Fp8Recipe
 
 COMPANIONS_FILE, FP8_FILE = "published.json", "fp8.json"
@@ -32,8 +32,8 @@ def read_companions(folder: Path, tokenizer: bool = False) -> dict[str, str]:
     for name in (*NAMES, TOKENIZER_FILE) if tokenizer else NAMES:
         if not (path := folder / name).is_file():
             continue
+        texts[name] = read_text(path)
         with reading(path):
-            texts[name] = read_bytes(path).decode()
             if path.suffix == ".json":
                 parse(texts[name], allow_nan=True)
     return texts

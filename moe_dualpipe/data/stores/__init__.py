@@ -15,8 +15,21 @@ from .local_copies import (
     staged_folder,
     url_of,
 )
-from .store import QUICK, Patience, StoredFile, delete, delete_folder, info, list_folder, read, upload_file, write
-from .urls import StorageError, Url, is_url
+from .store import (
+    QUICK,
+    Patience,
+    StorageError,
+    StoredFile,
+    Url,
+    delete,
+    delete_folder,
+    info,
+    is_url,
+    list_folder,
+    read,
+    upload_file,
+    write,
+)
 
 __all__ = [
     "QUICK",

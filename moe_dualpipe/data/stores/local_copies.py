@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from ...messages import printable, show_as
+from ..files import sync
 from ..one_writer import open_locked
-from ..synced_files import sync
-from .store import StoredFile, info, list_folder, read_parts
-from .urls import StorageError, Url, is_url, storage_error
+from .store import StorageError, StoredFile, Url, info, is_url, list_folder, read_parts, storage_error
 
 _STANDS_FOR: dict[Path, Url] = {}
 _opened: dict[Path, dict[str, StoredFile]] = {}
