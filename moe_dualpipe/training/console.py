@@ -20,10 +20,9 @@ from ..models.adapters import chosen_targets
 from ..runtime.launch import Launch
 from .extensions.balance import describe_balancing
 from .memory_check import memory_line
-from .metrics import Metrics, merged
+from .metrics import Metrics, Sink, merged
 from .options import words_to_resume
 from .resolve import Run
-from .sinks import Sink
 
 COMPILED = {"off": "", "on": ", torch.compile", "whole": ", torch.compile of whole micro-batches"}
 

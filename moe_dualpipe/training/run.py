@@ -29,10 +29,10 @@ from . import restart
 from .config import TrainConfig
 from .console import RunFailed
 from .loop import Callback, train_loop
+from .metrics import Sink, chosen_sinks
 from .options import OPTIONS_FILE, Request, read_toml, saved_values, to_toml
 from .resolve import NO_INSTRUMENTS, Instruments, Run, prepare
 from .rules import Given
-from .sinks import Sink, chosen_sinks
 from .step import Trainer
 
 LAUNCHER_SECONDS = 2.0
