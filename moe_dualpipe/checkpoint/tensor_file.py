@@ -213,18 +213,13 @@ class TensorFolder:
         drop(self.folder, {entry.file.name for entry in self.entries.values()})
 
 
-@dataclass(frozen=True, slots=True)
-class _Index:
-    weight_map: dict[str, str]
-
-
 def _read_shards(index: Path) -> dict[str, tuple[FileStatus | None, dict[str, TensorEntry]]]:
     """Read the headers of the files that an index lists. It must list every tensor of each, and no others.
 
     Its metadata is ignored: the total_size of many published checkpoints is wrong.
     """
     with reading(index):
-        listed = msgspec.convert(read_file(index), _Index).weight_map
+        listed = msgspec.convert(read_file(index)["weight_map"], dict[str, str])
         names = dict.fromkeys(listed.values())
         check_file_names(names)
         if missing := [name for name in names if not exists(index.with_name(name))]:

@@ -1,6 +1,7 @@
 """The weights of a model by global name: of a module, in a checkpoint, or given in memory."""
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,16 +9,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import Tensor, nn
 
+from ..data.strict_json import read_named
 from ..expert_parallel.parameters import expert_ids, global_tensors
-from ..messages import plural, printable, quoted
+from ..messages import check_range, plural, printable, quoted
 from ..models import ModelConfig
-from ..models.config import BUILT_IN
+from ..models.config import BUILT_IN, LoRA
 from ..models.costs import shape_of
 from ..models.custom_layers import Factory, name_of, same_layer
-from ..models.lora import low_rank_update
-from .adapters import Pairs, adapter_pairs, saved_adapters
+from ..models.lora import adapted_weight, low_rank_update
 from .manifest import read_manifest
 from .tensor_file import TensorFolder
 
@@ -61,10 +63,66 @@ def group_names(names: Iterable[str]) -> str:
     return ", ".join(texts[:_MAX_GROUPS] + more)
 
 
+# ---- Low-rank adapters (models/lora.py) ----
+#
+# lora.json says rank, scale and targets. The matrices are tensors like all others, so a resumed run finds them by their
+# names. Whoever reads the model gets merged weights, W + scale * B A: generation, evaluation, exports and new runs need
+# to know nothing of adapters.
+
+
+LORA_FILE = "lora.json"
+Pairs = Mapping[str, list[tuple[str, str]]]
+"""The adapters of each adapted weight, by its global name: the names of A and B of each of its matrices."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavedAdapters:
+    """The contents of lora.json. base: the --weights from which the run started."""
+
+    lora: LoRA
+    base: str | None = None
+
+    def file(self) -> dict[str, bytes]:
+        """The file for a checkpoint: name -> content."""
+        return {LORA_FILE: json.dumps(dataclasses.asdict(self), indent=2).encode()}
+
+
+def saved_adapters(checkpoint: Path) -> SavedAdapters | None:
+    """The description of the adapters in a checkpoint; None if it has none. Raises ValueError for an invalid one."""
+    path = checkpoint / LORA_FILE
+    if not path.is_file():
+        return None
+    try:
+        saved = msgspec.convert(read_named(path, dict), SavedAdapters)
+        check_range("rank", saved.lora.rank, 1)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ValueError(f"{printable(path)}: {printable(error)}") from None
+    return saved
+
+
+def adapter_pairs(names: Iterable[str]) -> Pairs:
+    """The adapters among the tensors with these global names. Raises ValueError for half of a pair."""
+    found: dict[str, dict[tuple[int, str], str]] = {}
+    for name in names:
+        if adapted := adapted_weight(name):
+            weight, matrix, number = adapted
+            found.setdefault(weight, {})[number, matrix] = name
+    pairs = {}
+    for weight, matrices in found.items():
+        wanted = [(number, matrix) for number in range(len(matrices) // 2) for matrix in "AB"]
+        if sorted(matrices) != wanted:
+            raise ValueError(f"the adapters of {printable(weight)} are incomplete")
+        pairs[weight] = [(matrices[number, "A"], matrices[number, "B"]) for number, _ in wanted[::2]]
+    return pairs
+
+
+# ---- Of a checkpoint ----
+
+
 class SavedModel:
     """The model and the tensors of a checkpoint. prefix: of the names of the tensors to read; `shapes` leaves it out.
 
-    With the default prefix, the weights of a run with adapters (adapters.py) are merged with them. With "", all tensors
+    With the default prefix, the weights of a run with adapters are merged with them. With "", all tensors
     are read as they are stored. update_norms: of what was added to each weight that was read.
 
     where: the path in messages. checksum: differs for checkpoints with different tensors. Raises ValueError if run.json

@@ -1,4 +1,4 @@
-"""`moe-dualpipe profile analyze`: how much communication was hidden in a recorded trace."""
+"""`moe-dualpipe profile analyze` and `compare`: how much recorded traces hid, and what changed between two."""
 
 import sys
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from ..command_line import Mark, Positional
 from ..messages import printable
 from ..tools.drawing.figures import check_output
 from ..tools.profiler.communication import Names
+from ..tools.profiler.compare import compare, comparison_text
 from ..tools.profiler.files import analyze_files
 from ..tools.profiler.pictures.lanes import SUFFIXES, save_lanes
 from ..tools.profiler.reading.paths import trace_paths
@@ -67,3 +68,27 @@ class ProfileAnalyze(TraceOptions):
         objects = found.as_objects()
         text = traces_text(found, self.phases)
         self.show(objects[0] if len(objects) == 1 else objects, text)
+
+
+@dataclass(frozen=True)
+class ProfileCompare(TraceOptions):
+    """Compare two recordings: steps, computation by category, and communication."""
+
+    a: Positional[Annotated[Path, Mark("A")]]
+    """Recording before the change: a trace, a folder of the ranks' traces, or a pattern such as "run/*.json"."""
+    b: Positional[Annotated[Path, Mark("B")]]
+    """Recording after the change."""
+
+    def run(self) -> None:
+        names, steps = self.names(), parse_steps(self.steps)
+        paths = [trace_paths([argument]) for argument in (self.a, self.b)]
+        both = [analyze_files(files, names, pictures=False, steps=steps, causes=False) for files in paths]
+        devices = [device for files in both for device in files.devices]
+        sentences = [
+            f"{printable(one.path)}: {text}" for one in devices for text in (*one.remarks, one.left_out) if text
+        ]
+        for sentence in dict.fromkeys(sentences):
+            print(sentence, file=sys.stderr)
+        a, b = ([device.analysis for device in files.devices] for files in both)
+        found = compare(a, b, (str(self.a), str(self.b)))
+        self.show(found, comparison_text(found, [one[0].device == "cpu" for one in (a, b)]))

@@ -38,9 +38,8 @@ from tqdm import tqdm
 from ..messages import check_range, printable
 from .chats import NO_TEMPLATE, Chat, ChatOptions, ChatTemplate, read_template
 from .documents import Documents, read_document
-from .encode import EncodedDocument, encode_documents, hash_text, split_lines, text_of
+from .encode import EncodedDocument, Split, encode_documents, hash_text, split_lines, text_of
 from .files import FileStatus, divide, sync, write_synced
-from .held_out import Split
 from .one_writer import LOCK_FILE, only_writer
 from .pool import run_in_processes
 from .rows import row_format

@@ -17,12 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from .. import __version__
 from ..messages import plural
 from .groups import rendezvous
 from .launch import Launch
-from .versions import other_versions, own_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +142,35 @@ def _kind(group: Sequence[RankPlace]) -> str:
 def _natural(name: str) -> list[tuple[bool, int, str]]:
     """A key for sorting in which gpu-9 comes before gpu-10."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
+
+
+# ---- Versions: other ones would compute something else, or wait for other messages ----
+
+Versions = dict[str, str]
+
+
+class OtherVersionsError(RuntimeError):
+    """Some machines have other versions than most."""
+
+
+def own_versions() -> Versions:
+    """The versions of this process that all ranks must have."""
+    return {"moe-dualpipe": __version__, "torch": str(torch.__version__)}
+
+
+def other_versions(reported: Sequence[tuple[str, Versions]]) -> str:
+    """What to tell the user if machines differ; "" if all agree.
+
+    reported: machine and versions of each rank. Of two kinds of equal number, that of the first rank counts as usual.
+    """
+    kinds = Counter(tuple(sorted(versions.items())) for _, versions in reported)
+    (usual, _), *others = kinds.most_common()
+    if not others:
+        return ""
+    example = next(machine for machine, versions in reported if versions == dict(usual))
+    odd = {machine: versions for machine, versions in reported if versions != dict(usual)}
+    machine, versions = next(iter(odd.items()))
+    differ = " and ".join(f"{name} {version}" for name, version in versions.items() if dict(usual).get(name) != version)
+    instead = " and ".join(version for name, version in usual if versions.get(name) != version)
+    more = f" (also others: {', '.join([*odd][1:4])})" if len(odd) > 1 else ""
+    return f"{machine} has {differ}{more}, but {instead} is on most, such as {example}: install the same version"

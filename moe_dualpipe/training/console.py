@@ -12,7 +12,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from ..checkpoint import PartialLoad, SaveResult
-from ..health.program import program_name, training_command
+from ..health.report import program_name, training_command
 from ..inference import printable_text
 from ..messages import plural, printable, shell_word, with_shown_names
 from ..models import split

@@ -97,10 +97,6 @@ class Facts:
     instruments: Instruments = NO_INSTRUMENTS
     from_command: bool = True
 
-    @property
-    def restarted(self) -> bool:
-        return self.agreed.resume is not None
-
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -206,7 +202,7 @@ def with_adapter(config: TrainConfig) -> TrainConfig:
 def resolve(request: Request, facts: Facts) -> Run:
     """Decide everything that the options leave open. Raises ValueError for options that cannot run."""
     folder, launch, device = facts.agreed.folder, facts.launch, facts.device
-    if folder and not facts.restarted:
+    if folder and not facts.agreed.resume:
         refuse(new_folder_rules(folder, request.config.checkpoint))
     numerics = choose_numerics(request.config, device)
     config, choice = choose_layout(request, facts, numerics)
@@ -215,7 +211,12 @@ def resolve(request: Request, facts: Facts) -> Run:
     layers = _layers(config, choice, numerics, facts)
     split(config.model, choice.schedule.num_stages, layers)  # raises ValueError
     start = find_start(request, config, facts)
-    config, text = open_text(request, config, facts.given, start)
+    if facts.given.batches is None:
+        config, text = _load_text(config, start, request)
+    else:
+        config, text = _given_text(config, facts.given, start)
+    if config.batch.document_mask and text.tokenizer.end_id < 0:
+        raise ValueError("--document-mask: these token ids do not tell where documents end; prepare them again")
     if start.resume:
         start = replace(start, changes=[*start.changes, *changed_inputs(start.resume, config, text)])
     if folder:
@@ -296,7 +297,7 @@ def choose_layout(request: Request, facts: Facts, numerics: Numerics) -> tuple[T
         return memory_problem(config, choice, numerics.dtype, facts.device, free)
 
     typed = bool(request.typed & LAYOUT_KEYS)
-    strict = not facts.restarted and (typed or not request.from_file)
+    strict = not facts.agreed.resume and (typed or not request.from_file)
     choice = choose(config, facts.launch.world_size, strict, problem)
     if choice.changed:  # run.toml keeps what was asked for: the next launch may have the ranks for it
         return config, choice
@@ -348,6 +349,7 @@ def run_folder(options: CheckpointConfig, name: str) -> Path:
 def find_start(request: Request, config: TrainConfig, facts: Facts) -> Start:
     """The checkpoint or the weights, which must fit the options. Raises ValueError."""
     options, given, newest = config.checkpoint, facts.given, facts.agreed.newest
+    restarted = facts.agreed.resume is not None
     resume = facts.agreed.resume or (find_checkpoint(options.resume, newest=newest) if options.resume else None)
     weights = find_weights(options.weights, newest) if options.weights and not resume else None
     first_step, differences = 0, []
@@ -364,7 +366,7 @@ def find_start(request: Request, config: TrainConfig, facts: Facts) -> Start:
             raise ValueError(f"{what}: use --optimizer {trained_by}")
     elif weights:
         differences = check_weights(weights, config.model, options.weights_partial)
-    if first_step >= config.steps and not facts.restarted:
+    if first_step >= config.steps and not restarted:
         raise ValueError(f"{resume} is already at step {first_step}: use a larger --steps")
     companions = start_companions(folder) if (folder := resume or weights) else {}
     template = config.batch.chat_template
@@ -372,25 +374,11 @@ def find_start(request: Request, config: TrainConfig, facts: Facts) -> Start:
     first_weights = None if resume else weights or given.weights
     changed = changes(request.saved, config) if resume and request.saved else ()
     return Start(
-        resume, first_weights, first_step, differences, companions, changed, facts.restarted, facts.from_command
+        resume, first_weights, first_step, differences, companions, changed, restarted, facts.from_command
     )  # fmt: skip
 
 
-def open_text(
-    request: Request, config: TrainConfig, given: Given, start: Start
-) -> tuple[TrainConfig, TextData | GivenBatches]:  # fmt: skip
-    """What the run reads, and the options that follow from it. Raises ValueError."""
-    text: TextData | GivenBatches
-    if given.batches is None:
-        config, text = _load_text(config, start, request)
-    else:
-        config, text = _given_text(config, given, start)
-    if config.batch.document_mask and text.tokenizer.end_id < 0:
-        raise ValueError("--document-mask: these token ids do not tell where documents end; prepare them again")
-    return config, text
-
-
-def _given_text(config: TrainConfig, given: Given, start: Start) -> tuple[TrainConfig, GivenBatches]:
+def _given_text(config: TrainConfig, given: Given, start: Start) -> tuple[TrainConfig, TextData | GivenBatches]:
     """The given batches, and the options that follow from them: validate all sequences, and sample only text."""
     assert given.batches is not None
     vocab_size, shape = config.model.vocab_size, (config.batch.batch_size, config.batch.seq_len)
@@ -405,7 +393,7 @@ def _given_text(config: TrainConfig, given: Given, start: Start) -> tuple[TrainC
     return config, text
 
 
-def _load_text(config: TrainConfig, begin: Start, request: Request) -> tuple[TrainConfig, TextData]:
+def _load_text(config: TrainConfig, begin: Start, request: Request) -> tuple[TrainConfig, TextData | GivenBatches]:
     """The text, and the options with a prompt for it: token ids without a tokenizer have no default prompt."""
     batch, vocab_size, start = config.batch, config.model.vocab_size, begin.folder
     unknown = start is not None and is_published(start) and not (start / TOKENIZER_FILE).is_file()

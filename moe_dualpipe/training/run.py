@@ -12,18 +12,15 @@ from torch import Tensor
 
 from ..data import Batches
 from ..data.files import replace_file
-from ..health.deadline import Deadline
 from ..health.heartbeat import Progress
-from ..health.program import program_name
-from ..health.report import exit_on_invalid_option, report_error, warn
+from ..health.report import Deadline, exit_on_invalid_option, program_name, report_error, warn
 from ..health.signals import Stop
 from ..health.watch import PATIENCE, joining, watch_ranks
 from ..messages import printable
 from ..runtime.groups import init_world, leave_store, leave_world
 from ..runtime.launch import Launch
 from ..runtime.shared_errors import build_on_all_ranks
-from ..runtime.topology import place
-from ..runtime.versions import OtherVersionsError
+from ..runtime.topology import OtherVersionsError, place
 from ..runtime.world import current_launch, joined
 from . import restart
 from .config import TrainConfig

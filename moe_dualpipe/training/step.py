@@ -42,8 +42,7 @@ from .config import TrainConfig
 from .extensions import Build, Extension, Update
 from .extensions.balance import Balancing
 from .extensions.expert_moves import ExpertMoves
-from .extensions.fixed_buffers import FixedBuffers
-from .extensions.replica_checks import ReplicaChecks
+from .extensions.replica_checks import FixedBuffers, ReplicaChecks
 from .extensions.routes import Routes
 from .extensions.skipped_steps import SkippedSteps
 from .extensions.timings import Timings

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_dualpipe.data import BYTES, Source, TextData, encode, load_data
-from moe_dualpipe.data.encode import encode_documents
-from moe_dualpipe.data.held_out import Split, is_held_out
+from moe_dualpipe.data.encode import Split, encode_documents, is_held_out
 from moe_dualpipe.data.samples import Text
 from moe_dualpipe.data.sources import split_weight
 from moe_dualpipe.data.tokenizer import ByteTokenizer
