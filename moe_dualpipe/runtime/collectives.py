@@ -1,7 +1,7 @@
 """Reduce-scatter and all-gather of tensors that have one owner each.
 
 A bucket has the tensors of each rank of a group: `bucket[i]` are those that rank i owns. All ranks pass tensors of the
-same shapes and one dtype. The owners' parts differ in size, because a tensor is not divided (runtime/zero.py).
+same shapes and one dtype. The owners' parts differ in size, because a tensor is not divided (runtime/replicas.py).
 
 NCCL runs both for parts of any sizes. gloo makes a reduce-scatter of one all-reduce for each rank, and its all-gather
 needs equal sizes. So on CPUs, an all-to-all sends each part to its owner, which adds the parts in the order of the

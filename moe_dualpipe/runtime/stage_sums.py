@@ -23,8 +23,7 @@ from ..schedule import Schedule
 from ..schedule.stage_order import order_of_completion, order_of_use
 from .background import Background
 from .collectives import AllGather, ReduceScatter
-from .replicas import ReplicaSet
-from .zero import Shards
+from .replicas import ReplicaSet, Shards
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ from ..runtime.topology import Placed, machine_limit
 from ..schedule import FILL, Costs, Schedule, fill
 from . import metrics, restart
 from .config import CheckpointConfig, ComputeConfig, TrainConfig
-from .extensions import Build
 from .inputs import changed_inputs
 from .layout_choice import Choice, choose, listed_layers
 from .memory_check import memory_problem
@@ -75,11 +74,12 @@ class Instruments:
     """What the tools add to a run. The app does not import them; commands/train.py passes them.
 
     first_nonfinite: says where a non-finite loss or gradient comes from, by running batches of a trainer again.
-    extensions: further extensions of the trainer. predict: the prediction for a run; None: its GPU is unknown.
+    extensions: further extensions of the trainer (`Build` in extensions/). predict: the prediction for a run; None: its
+    GPU is unknown.
     """
 
     first_nonfinite: Callable[[Any, Iterable[list[Tensor]], bool], str] = lambda *_: "its origin was not looked for"
-    extensions: Sequence[Build] = ()
+    extensions: Sequence[Callable[[Any], Any]] = ()
     predict: Callable[[TrainConfig, Choice, torch.dtype, torch.device], StepPrediction | None] = lambda *_: None
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import list_checkpoints
-from ..checkpoint.atomic_folder import is_there
-from ..checkpoint.destinations import STEP_FOLDER, run_of
+from ..checkpoint.destinations import STEP_FOLDER, is_there, run_of
 from ..checkpoint.huggingface import find_architecture
 from ..checkpoint.manifest import RUN_FILE
 from ..command_line import OptionError

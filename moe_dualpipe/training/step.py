@@ -66,7 +66,6 @@ class Trainer:
         self.layout, self.device, self.first_step = run.layout, run.device, run.start.first_step
         self.progress, self.stop, self.stopping = progress or Progress(), stop or Stop(), False
         self.lr_factor, self.wait_for_weights, self.remote_bytes = 1.0, True, 0
-        self.resumed = run.start.resume
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         numerics = build_on_all_ranks(lambda: trusted(run.config, run.numerics))

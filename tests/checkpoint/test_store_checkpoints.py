@@ -16,7 +16,7 @@ from moe_dualpipe.checkpoint import (
     load_weights,
     save_checkpoint,
 )
-from moe_dualpipe.checkpoint.atomic_folder import hidden
+from moe_dualpipe.checkpoint.destinations import hidden
 from moe_dualpipe.checkpoint.huggingface import from_pretrained, plan_checkpoint_export
 from moe_dualpipe.cli import main
 from moe_dualpipe.data.one_writer import FolderInUseError, only_writer

@@ -12,9 +12,8 @@ from moe_dualpipe.expert_parallel.parameters import ExpertIds
 from moe_dualpipe.pipeline.pipeline import Pipeline
 from moe_dualpipe.runtime import zero
 from moe_dualpipe.runtime.background import Background, covered
-from moe_dualpipe.runtime.replicas import ReplicaSet, gradient_norm
+from moe_dualpipe.runtime.replicas import ReplicaSet, Shards, gradient_norm
 from moe_dualpipe.runtime.stage_sums import GradientSums, StageOrder, WeightGathers, parts_of
-from moe_dualpipe.runtime.zero import Shards
 from moe_dualpipe.schedule import build
 from moe_dualpipe.schedule.stage_order import last_gradients, order_of_completion
 from tests.machines.record_launches import record_launches, tiny_model

@@ -25,7 +25,7 @@ from ...data.strict_json import read_named
 from ...messages import check_range, printable, quoted
 from ...models import ModelConfig
 from ...models.config import LORA_TARGETS, LoRA
-from ..atomic_folder import write_folder
+from ..destinations import write_folder
 from ..tensor_file import read_entry, read_header, write_tensors
 from ..weights import SavedModel, group_names
 from .companions import companions_of, encoded

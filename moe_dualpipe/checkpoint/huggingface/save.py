@@ -30,7 +30,7 @@ from ...kernels.fp8 import DTYPE as FP8_DTYPE
 from ...kernels.fp8 import Fp8Recipe
 from ...messages import printable, quoted
 from ...models import ModelConfig, TransformerStage
-from ..atomic_folder import write_folder
+from ..destinations import write_folder
 from ..tensor_file import INDEX_FILE, SINGLE_FILE, write_tensors
 from ..weights import SavedModel, global_weights
 from .architectures import ALIASES, ARCHITECTURES

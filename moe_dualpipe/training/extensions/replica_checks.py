@@ -39,7 +39,7 @@ class ReplicaChecks(Extension):
     def _check_registered(self) -> None:
         """Raise RuntimeError for a parameter that a layer created in forward: it would be neither trained nor saved."""
         known = {id(p) for replicas in self.trainer.pipeline.replicas for p in replicas.parameters.values()}
-        for stage in self.trainer.stages.values():
+        for stage in self.trainer.pipeline.stages.values():
             for name, parameter in stage.named_parameters():
                 if id(parameter) not in known:
                     raise without_frames(
@@ -52,7 +52,7 @@ class FixedBuffers(Extension):
     """Refuses a layer whose forward changes a persistent buffer, in the first step of the process."""
 
     def __init__(self, trainer: Trained):
-        self.buffers = Buffers(trainer.stages.values(), trainer.pipeline.groups)
+        self.buffers = Buffers(trainer.pipeline.stages.values(), trainer.pipeline.groups)
         self._before: dict[str, Tensor] | None = None
         self._checked = False
 
