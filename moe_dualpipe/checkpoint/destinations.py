@@ -19,8 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..data import stores
-from ..data.files import sync, write_synced
-from ..data.one_writer import only_writer, try_lock
+from ..data.files import only_writer, sync, try_lock, write_synced
 from ..expert_parallel.gather import gather_objects
 from ..messages import printable
 from ..runtime.launch import Launch

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..data import DataFile
 from ..data.files import FileStatus, sync
-from ..data.stores import drop, entry_of, exists, fetch, read, url_of
+from ..data.stores import entry_of, exists, fetch, read, url_of
 from ..data.strict_json import read_file, reading
 from ..messages import plural, printable, quoted
 from .manifest import Manifest, check_file_names
@@ -207,10 +207,6 @@ class TensorFolder:
         file = entry.file.name
         fetch(entry.file, self._checksums.get(file))
         return read_entry(entry, self._statuses[file])
-
-    def close(self) -> None:
-        """Remove the copies of files on a store."""
-        drop(self.folder, {entry.file.name for entry in self.entries.values()})
 
 
 def _read_shards(index: Path) -> dict[str, tuple[FileStatus | None, dict[str, TensorEntry]]]:

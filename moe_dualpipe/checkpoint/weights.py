@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from torch import Tensor, nn
 
-from ..data.strict_json import read_named
+from ..data.strict_json import read_if_there
 from ..expert_parallel.parameters import expert_ids, global_tensors
 from ..messages import check_range, plural, printable, quoted
 from ..models import ModelConfig
@@ -89,11 +89,10 @@ class SavedAdapters:
 
 def saved_adapters(checkpoint: Path) -> SavedAdapters | None:
     """The description of the adapters in a checkpoint; None if it has none. Raises ValueError for an invalid one."""
-    path = checkpoint / LORA_FILE
-    if not path.is_file():
+    if (found := read_if_there(path := checkpoint / LORA_FILE, dict)) is None:
         return None
     try:
-        saved = msgspec.convert(read_named(path, dict), SavedAdapters)
+        saved = msgspec.convert(found, SavedAdapters)
         check_range("rank", saved.lora.rank, 1)
     except (msgspec.ValidationError, ValueError) as error:
         raise ValueError(f"{printable(path)}: {printable(error)}") from None
@@ -200,10 +199,6 @@ class SavedModel:
         for name in self._tensors.by_position(self._prefix + name for name in tensors):
             short = name.removeprefix(self._prefix)
             tensors[short].copy_(self.tensor(short))
-
-    def close(self) -> None:
-        """Remove the copies of files on a store."""
-        self._tensors.close()
 
 
 def global_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -19,8 +19,7 @@ from ..data.chats import ChatTemplate, template_file
 from ..data.strict_json import reading
 from ..inference import Sampling, generate, printable_text
 from ..inference.conversation import converse
-from ..inference.expert_ranks import ExpertRanks
-from ..inference.generation import recorded_routes
+from ..inference.generation import ExpertRanks, recorded_routes
 from ..inference.spread import open_spread
 from ..messages import Rule, check_range, printable, refuse, typed_text
 from ..models import TransformerStage

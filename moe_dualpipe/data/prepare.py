@@ -39,8 +39,7 @@ from ..messages import check_range, printable
 from .chats import NO_TEMPLATE, Chat, ChatOptions, ChatTemplate, read_template
 from .documents import Documents, read_document
 from .encode import EncodedDocument, Split, encode_documents, hash_text, split_lines, text_of
-from .files import FileStatus, divide, sync, write_synced
-from .one_writer import LOCK_FILE, only_writer
+from .files import LOCK_FILE, FileStatus, divide, only_writer, sync, write_synced
 from .pool import run_in_processes
 from .rows import row_format
 from .token_files import CHUNK, HELD_OUT_FILES, TRAIN_FILE, Sidecar, flags_file

@@ -86,6 +86,11 @@ def read_named(path: Path, kind: Any = Any) -> Any:
         return msgspec.convert(read_file(path), kind)
 
 
+def read_if_there(path: Path, kind: Any = Any) -> Any:
+    """`read_named`, or None without such a file."""
+    return read_named(path, kind) if path.is_file() else None
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn the errors of reading an invalid file into ValueError("cannot read {path}: ...")."""

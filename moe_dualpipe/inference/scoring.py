@@ -26,8 +26,7 @@ from ..expert_parallel.gather import first_fault
 from ..messages import check_range
 from ..models import TransformerStage
 from ..models.load_statistics import counted_loads, describe_loads, sum_of_ranks
-from .expert_ranks import ALONE, ExpertRanks
-from .generation import eval_mode, in_halves
+from .generation import ALONE, ExpertRanks, eval_mode, in_halves
 
 
 class Tokens(Protocol):

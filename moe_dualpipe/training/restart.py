@@ -21,8 +21,7 @@ from ..checkpoint import find_checkpoint
 from ..checkpoint.destinations import hold_newest
 from ..checkpoint.manifest import RUN_FILE
 from ..data import stores
-from ..data.files import replace_file
-from ..data.one_writer import GRACE, LOCK_FILE, LOST, only_writer
+from ..data.files import GRACE, LOCK_FILE, LOST, only_writer, replace_file
 from ..health.watch import joining
 from ..messages import describe
 from ..runtime.groups import leave_store, rendezvous

@@ -19,7 +19,7 @@ from moe_dualpipe.checkpoint import (
 from moe_dualpipe.checkpoint.destinations import hidden
 from moe_dualpipe.checkpoint.huggingface import from_pretrained, plan_checkpoint_export
 from moe_dualpipe.cli import main
-from moe_dualpipe.data.one_writer import FolderInUseError, only_writer
+from moe_dualpipe.data.files import FolderInUseError, only_writer
 from moe_dualpipe.data.stores import Patience, Url, local_path, read, staged_folder, url_of
 from moe_dualpipe.health.watch import watch_ranks
 from moe_dualpipe.messages import printable

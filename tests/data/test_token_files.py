@@ -24,7 +24,7 @@ from moe_dualpipe.data import (
     token_files,
 )
 from moe_dualpipe.data.encode import encode_documents
-from moe_dualpipe.data.one_writer import LOCK_FILE, only_writer
+from moe_dualpipe.data.files import LOCK_FILE, only_writer
 from moe_dualpipe.data.tokenizer import (
     UnknownTokenizer,
     digest,

@@ -230,9 +230,6 @@ class PeftAdapter:
             for name in names:
                 tensors[name].copy_(self._matrix(self._keys[name], stored))
 
-    def close(self) -> None:
-        pass
-
     def _matrix(self, key: AdapterKey, stored: Tensor) -> Tensor:
         """A matrix of this model in a tensor of the file. Raises ValueError if its shape does not fit the rank."""
         rank, dim = self.lora.rank, 0 if key.matrix == "A" else 1

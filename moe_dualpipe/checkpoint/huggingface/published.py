@@ -102,10 +102,6 @@ class PublishedModel:
             if _OURS[original] in tensors:
                 self._compare(name, original)
 
-    def close(self) -> None:
-        """Remove the copies of files on a store."""
-        self._tensors.close()
-
     def _compare(self, name: str, original: str) -> None:
         first, second = (self._read(one, torch.float32).flatten() for one in (name, original))
         if not all(map(torch.equal, first.split(_PIECE), second.split(_PIECE))):

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ...messages import printable, show_as
-from ..files import sync
-from ..one_writer import open_locked
+from ..files import open_locked, sync
 from .store import StorageError, StoredFile, Url, info, is_url, list_folder, read_parts, storage_error
 
 _STANDS_FOR: dict[Path, Url] = {}

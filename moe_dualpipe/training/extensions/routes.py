@@ -34,12 +34,8 @@ class Routes(Extension):
 
     def __init__(self, trainer: Trained):
         self.trainer, self.batch, self.model = trainer, trainer.config.batch, trainer.config.model
-        modules = (
-            module
-            for stage in trainer.pipeline.stages.values()
-            for module in stage.modules()
-            if isinstance(module, MoE)
-        )
+        stages, self.device = trainer.pipeline.stages.values(), trainer.pipeline.device
+        modules = (module for stage in stages for module in stage.modules() if isinstance(module, MoE))
         self.layers = {moe.layer: moe for moe in modules if moe.layer < self.model.num_layers}  # not those of MTP
         self.run = build_on_all_ranks(self._run)
         self.folder = local_path(self.batch.record_routes) if self.batch.record_routes else None
