@@ -115,10 +115,13 @@ class ShardWriter:
             return hashes == [hash_text(text_of(document)) for document in shard.documents(self.field)]
         return False
 
-    def write(self, shard: Shard) -> None:
-        """Encode a shard, unless it is finished. Raises ValueError if its files are not text or have changed."""
+    def write(self, shard: Shard) -> bool:
+        """Encode a shard, unless it is finished. Returns whether it was.
+
+        Raises ValueError if its files are not text or have changed.
+        """
         if self.is_finished(shard):
-            return
+            return True
         path, unfinished = self.path(shard), self.folder / f"unfinished-{uuid.uuid4().hex}"
         table, flags = list[tuple[int, int, int]](), bytearray()
         try:
@@ -135,6 +138,7 @@ class ShardWriter:
                 file.comment = _seal(path, file)
             sync(unfinished)
             unfinished.replace(path)  # another process may have written the same
+            return False
         finally:
             unfinished.unlink(missing_ok=True)
 
@@ -317,23 +321,20 @@ def _prepare(
     chosen = given or BPETokenizer.train((piece for text in texts for piece, _ in split_lines(text)), vocab_size)
     chats = ChatOptions(ChatTemplate.find(files, chosen), train_on)
     writer = ShardWriter(unfinished / SHARDS, chosen, field, special_tokens, chats)
-    paths = [writer.path(shard) for shard in shards]
-    found = [shard for shard, path in zip(shards, paths, strict=True) if path.exists()]
-    finished = dict(zip(found, run_in_processes(writer.is_finished, found, workers), strict=True))
-    left = [shard for shard in shards if not finished.get(shard)]
-    size, hidden = sum(shard.size for shard in left), None if show else True
+    size, hidden, finished_before = sum(shard.size for shard in shards), None if show else True, 0
     with tqdm(desc="encoding", total=size, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
-        for shard, _ in zip(left, run_in_processes(writer.write, left, workers), strict=True):
+        for shard, was_finished in zip(shards, run_in_processes(writer.write, shards, workers), strict=True):
             bar.update(shard.size)
+            finished_before += was_finished
     result = unfinished / "result"
     shutil.rmtree(result, ignore_errors=True)
     result.mkdir()
     for name, content in {TOKENIZER_FILE: chosen.to_json(), **tokenizer_files(chosen)}.items():
         (result / name).write_bytes(content)
-    sidecars = join(paths, result, chosen)
+    sidecars = join([writer.path(shard) for shard in shards], result, chosen)
     result.replace(out)
     shutil.rmtree(unfinished)
-    return Prepared(chosen, sidecars, len(paths), len(paths) - len(left))
+    return Prepared(chosen, sidecars, len(shards), finished_before)
 
 
 def _unfinished(out: Path) -> Path:

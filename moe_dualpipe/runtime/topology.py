@@ -9,7 +9,6 @@ So the ranks tell the rendezvous store where they are, rank 0 chooses the order,
 Rank 0 stays rank 0.
 """
 
-import json
 import re
 import socket
 from collections import Counter
@@ -22,7 +21,7 @@ import torch.distributed as dist
 
 from .. import __version__
 from ..messages import plural
-from .groups import rendezvous
+from .groups import decide_for_all, rendezvous
 from .launch import Launch
 
 
@@ -61,18 +60,17 @@ def place(
     if launch.local_world_size == launch.world_size:
         return Placed(launch, store)
     store = store or rendezvous(launch, timeout)
-    own, size = f"place/{launch.rank}", launch.world_size
-    store.set(own, json.dumps([socket.gethostname(), own_versions()]))
-    if launch.rank == 0:
-        reported = [json.loads(store.get(f"place/{rank}")) for rank in range(size)]
+
+    def decide(reported: list[tuple[str, Versions]]) -> list[Any]:
         problem = other_versions(reported)
         places = find_domains([machine for machine, _ in reported], nodes_per_domain or 1)
-        order = [*range(size)] if problem else placement_order(places, ep)
-        groups = [[places[rank] for rank in order[i : i + ep]] for i in range(0, size, ep)]
+        order = [*range(len(places))] if problem else placement_order(places, ep)
+        groups = [[places[rank] for rank in order[i : i + ep]] for i in range(0, len(order), ep)]
         text, span = describe(groups, order), max(len({p.machine for p in group}) for group in groups)
-        for new, old in enumerate(order):
-            store.set(f"placed/{old}", json.dumps([new, text, span, problem]))
-    new, text, span, problem = json.loads(store.get(f"placed/{launch.rank}"))
+        return [[order.index(old), text, span, problem] for old in range(len(order))]
+
+    own = socket.gethostname(), own_versions()
+    new, text, span, problem = decide_for_all(store, launch, "place", own, decide)
     return Placed(replace(launch, rank=new), store, text, span, problem)
 
 

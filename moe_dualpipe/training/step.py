@@ -81,7 +81,9 @@ class Trainer:
         )
         self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas
         self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
-        self.progress.watch(engine_for(self.device), self.executor.p2p, self._groups_of_transfers())
+        experts, context = ranks_of(self.groups.experts), ranks_of(self.groups.context)
+        transfers = {DISPATCH: experts, COMBINE: experts, KEYS: context}
+        self.progress.watch(engine_for(self.device), self.executor.p2p, transfers)
         self.balance.rate = 0.0 if self.config.lora.rank else self.config.bias_rate  # an adapter has no biases
         freeze(self.stages.values(), self.config.freeze, self.config.model.num_experts)
         *_, trained = self.count_parameters()
@@ -178,11 +180,6 @@ class Trainer:
     def _num_labels(self, sequences: int) -> int | None:
         """The number of labels in this many sequences of text, if it is known before they are read."""
         return sequences * self.config.batch.seq_len if self.text.all_labeled else None
-
-    def _groups_of_transfers(self) -> dict[str, tuple[int, ...]]:
-        """The ranks that take part in each kind of transfer between segments."""
-        experts = ranks_of(self.groups.experts)
-        return {DISPATCH: experts, COMBINE: experts, KEYS: ranks_of(self.groups.context)}
 
     @property
     def own_sequences(self) -> range:

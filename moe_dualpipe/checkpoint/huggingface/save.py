@@ -107,8 +107,7 @@ class ExportPlan:
 
         listed = {name: file for file, names in shards.items() for name in names}
         index = {"metadata": {"total_size": sum(self.sizes.values())}, "weight_map": listed}
-        made = {INDEX_FILE: index} if len(shards) > 1 else {}
-        files = {**self.files, **{name: encoded(value) for name, value in made.items()}}
+        files = {**self.files, **({INDEX_FILE: encoded(index)} if len(shards) > 1 else {})}
         write_folder(folder, write, lambda _: {**files, CONFIG_FILE: encoded(self.config)})
 
     def _tensors(self, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
