@@ -12,10 +12,11 @@ from typing import Annotated
 
 import torch
 
-from ..checkpoint.routes import check_writable, write_routes
+from ..checkpoint.routes import write_routes
 from ..command_line import Mark, Positional
 from ..data import Tokenizer
 from ..data.chats import ChatTemplate, template_file
+from ..data.files import make_folder
 from ..data.strict_json import reading
 from ..inference import Sampling, generate, printable_text
 from ..inference.conversation import converse
@@ -95,7 +96,7 @@ class Generate(SpreadOptions):
         ))  # fmt: skip
         if record:
             refuse_url(str(record))
-            check_writable(record.parent, "--record-routes")
+            make_folder(record.parent, f"--record-routes {printable(record.parent)}")
         if self.chat:
             self._converse(sampling)
             return

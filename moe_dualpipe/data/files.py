@@ -10,6 +10,7 @@ import fcntl
 import os
 import socket
 import stat
+import tempfile
 import time
 import uuid
 import weakref
@@ -115,6 +116,15 @@ def divide(sizes: Mapping[Key, float], limit: float) -> list[list[Key]]:
         files[-1].append(key)
         filled += size
     return files
+
+
+def make_folder(folder: Path, shown: str) -> None:
+    """Create a folder. Raises ValueError, "cannot write to SHOWN: ...", if no file can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"cannot write to {shown}: {error.strerror}") from None
 
 
 # ---- Files that survive a loss of power ----

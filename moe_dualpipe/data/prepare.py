@@ -39,7 +39,7 @@ from ..messages import check_range, printable
 from .chats import NO_TEMPLATE, Chat, ChatOptions, ChatTemplate, read_template
 from .documents import Documents, read_document
 from .encode import EncodedDocument, Split, encode_documents, hash_text, split_lines, text_of
-from .files import LOCK_FILE, FileStatus, divide, only_writer, sync, write_synced
+from .files import LOCK_FILE, FileStatus, divide, make_folder, only_writer, sync, write_synced
 from .pool import run_in_processes
 from .rows import row_format
 from .token_files import CHUNK, HELD_OUT_FILES, TRAIN_FILE, Sidecar, flags_file
@@ -341,8 +341,5 @@ def _unfinished(out: Path) -> Path:
     """Make the folder where the shards of `out` are until it is complete. Raises ValueError."""
     folder = Path(os.path.realpath(out))
     unfinished = folder.with_name(f".{folder.name}.unfinished")
-    try:
-        (unfinished / SHARDS).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write to --out {printable(out)}: {error.strerror}") from None
+    make_folder(unfinished / SHARDS, f"--out {printable(out)}")
     return unfinished

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,19 +21,12 @@ from tqdm import tqdm
 
 from ..data import Tokenizer, UnknownTokenizer, num_bytes
 from ..data.samples import LABEL, START
+from ..data.token_files import TokenStream
 from ..expert_parallel.gather import first_fault
 from ..messages import check_range
 from ..models import TransformerStage
 from ..models.load_statistics import counted_loads, describe_loads, sum_of_ranks
 from .generation import ALONE, ExpertRanks, eval_mode, in_halves
-
-
-class Tokens(Protocol):
-    """Token ids with a length and slices: an array, or a file."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: slice, /) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +72,7 @@ def token_losses(
 
 
 def stream_losses(
-    model: TransformerStage, tokens: Tokens, seq_len: int, stride: int | None = None, batch_size: int = 8,
+    model: TransformerStage, tokens: TokenStream, seq_len: int, stride: int | None = None, batch_size: int = 8,
     ranks: ExpertRanks = ALONE, firsts: Sequence[int] = (0,),
 ) -> Iterator[Tensor]:  # fmt: skip
     """Yield the losses of all tokens of a text but the first: in order, one batch at a time, in nats, in fp32.
@@ -148,8 +140,8 @@ class Perplexity:
 
 
 def perplexity(
-    model: TransformerStage, tokenizer: Tokenizer, tokens: Tokens, seq_len: int, stride: int, batch_size: int,
-    ranks: ExpertRanks = ALONE, flags_N: Tokens | None = None,
+    model: TransformerStage, tokenizer: Tokenizer, tokens: TokenStream, seq_len: int, stride: int, batch_size: int,
+    ranks: ExpertRanks = ALONE, flags_N: TokenStream | None = None,
 ) -> Perplexity:  # fmt: skip
     """The perplexity of a model on a text of token ids. All tokens but the first are scored. See `stream_losses`.
 

@@ -13,11 +13,11 @@ from ...checkpoint.routes import (
     SUFFIX,
     RecordedRoutes,
     check_same_run,
-    check_writable,
     run_of_file,
     write_routes,
 )
 from ...data import TextData
+from ...data.files import make_folder
 from ...data.stores import local_path
 from ...data.token_files import SCAN_LIMIT
 from ...messages import printable
@@ -72,7 +72,7 @@ class Routes(Extension):
         """Leave only the routes of this run in the folder, of the steps before the first one."""
         if self.folder is None:
             return
-        check_writable(self.folder, "record_routes")
+        make_folder(self.folder, f"record_routes {printable(self.folder)}")
         for file in sorted(self.folder.glob(f"*{SUFFIX}")) if self.trainer.pipeline.layout.rank == 0 else ():
             match, found = _NAME.fullmatch(file.name), run_of_file(file)
             if match is None or found.keys() != self.run.keys():
