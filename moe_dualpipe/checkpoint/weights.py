@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from torch import Tensor, nn
 
 from ..data.strict_json import read_if_there
@@ -38,12 +37,13 @@ class PartialLoad:
     ignored: Sequence[str]
 
     def __str__(self) -> str:
-        lines = [f"loaded {plural(len(self.loaded), 'tensor')}"]
-        if self.missing:
-            lines.append(f"not in the file, start from their initial weights: {group_names(self.missing)}")
-        if self.ignored:
-            lines.append(f"in the file, but not in the model: {group_names(self.ignored)}")
-        return "\n".join(lines)
+        missing, ignored = group_names(self.missing), group_names(self.ignored)
+        lines = (
+            f"loaded {plural(len(self.loaded), 'tensor')}",
+            missing and f"not in the file, start from their initial weights: {missing}",
+            ignored and f"in the file, but not in the model: {ignored}",
+        )
+        return "\n".join(filter(None, lines))
 
 
 def group_names(names: Iterable[str]) -> str:
@@ -89,13 +89,9 @@ class SavedAdapters:
 
 def saved_adapters(checkpoint: Path) -> SavedAdapters | None:
     """The description of the adapters in a checkpoint; None if it has none. Raises ValueError for an invalid one."""
-    if (found := read_if_there(path := checkpoint / LORA_FILE, dict)) is None:
-        return None
-    try:
-        saved = msgspec.convert(found, SavedAdapters)
-        check_range("rank", saved.lora.rank, 1)
-    except (msgspec.ValidationError, ValueError) as error:
-        raise ValueError(f"{printable(path)}: {printable(error)}") from None
+    saved = read_if_there(checkpoint / LORA_FILE, SavedAdapters)
+    if saved is not None:
+        check_range(f"{printable(checkpoint / LORA_FILE)}: rank", saved.lora.rank, 1)
     return saved
 
 
@@ -121,8 +117,8 @@ def adapter_pairs(names: Iterable[str]) -> Pairs:
 class SavedModel:
     """The model and the tensors of a checkpoint. prefix: of the names of the tensors to read; `shapes` leaves it out.
 
-    With the default prefix, the weights of a run with adapters are merged with them. With "", all tensors
-    are read as they are stored. update_norms: of what was added to each weight that was read.
+    With the default prefix, the weights of a run with adapters are merged with them. With "", all tensors are read as
+    they are stored. update_norms: of what was added to each weight that was read.
 
     where: the path in messages. checksum: differs for checkpoints with different tensors. Raises ValueError if run.json
     or lora.json cannot be read.

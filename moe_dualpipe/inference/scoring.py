@@ -129,14 +129,13 @@ class Perplexity:
     """How evenly the experts were used, in one line."""
 
     def __str__(self) -> str:
-        lines = [f"loss {self.loss:.4f} nats per token", f"perplexity {self.perplexity:,.3f}"]
-        if self.bits_per_byte is not None:
-            lines.append(f"{self.bits_per_byte:.4f} bits per byte")
-        window = f"{self.tokens:,} tokens in windows of {self.seq_len}"
-        if self.stride < self.seq_len:
-            window += f", every {self.stride}"
-        lines += [self.expert_loads] * bool(self.expert_loads)
-        return "\n".join([*lines, f"{window}; {self.tokens_per_second:,.0f} tokens/s"])
+        every = f", every {self.stride}" if self.stride < self.seq_len else ""
+        lines = (
+            f"loss {self.loss:.4f} nats per token", f"perplexity {self.perplexity:,.3f}",
+            "" if self.bits_per_byte is None else f"{self.bits_per_byte:.4f} bits per byte", self.expert_loads,
+            f"{self.tokens:,} tokens in windows of {self.seq_len}{every}; {self.tokens_per_second:,.0f} tokens/s",
+        )  # fmt: skip
+        return "\n".join(filter(None, lines))
 
 
 def perplexity(
