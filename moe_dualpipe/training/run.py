@@ -124,7 +124,7 @@ def build(
 
     Raises ValueError, on all ranks, for options that cannot work here. Then nothing was written into the folder.
     """
-    trainer = Trainer(plan, progress, stop, plan.instruments.extensions)
+    trainer = Trainer(plan, progress, stop)
     folder = plan.folder if plan.layout.rank == 0 else None
     sinks = build_on_all_ranks(lambda: chosen_sinks(plan.config, folder, plan.start.first_step) if folder else [])
     build_on_all_ranks(lambda: _open_folder(plan, launch))

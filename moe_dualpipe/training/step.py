@@ -4,7 +4,7 @@ B sequences, S positions, L layers, E experts.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from ..runtime.learning_rate import learning_rate
 from ..runtime.memory import keep_freed_memory
 from ..runtime.shared_errors import build_on_all_ranks
 from .config import TrainConfig
-from .extensions import Build, Extension, Update
+from .extensions import Extension, Update
 from .extensions.balance import Balancing
 from .extensions.expert_moves import ExpertMoves
 from .extensions.replica_checks import FixedBuffers, ReplicaChecks
@@ -59,9 +59,7 @@ class Trainer:
     extensions: what else a step does (extensions/).
     """
 
-    def __init__(
-        self, run: Run, progress: Progress | None = None, stop: Stop | None = None, extensions: Iterable[Build] = ()
-    ):
+    def __init__(self, run: Run, progress: Progress | None = None, stop: Stop | None = None):
         self.run, self.config, self.text, self.schedule = run, run.config, run.text, run.schedule
         self.layout, self.device, self.first_step = run.layout, run.device, run.start.first_step
         self.progress, self.stop, self.stopping = progress or Progress(), stop or Stop(), False
@@ -79,11 +77,11 @@ class Trainer:
         self.pipeline = Pipeline(
             self.config.model, self.schedule, micro_batch, run.parallel, numerics, on_action=self.progress.note
         )
-        self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas
-        self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
-        experts, context = ranks_of(self.groups.experts), ranks_of(self.groups.context)
+        self.stages, self.replicas, self.balance = self.pipeline.stages, self.pipeline.replicas, self.pipeline.balance
+        groups = self.pipeline.groups
+        experts, context = ranks_of(groups.experts), ranks_of(groups.context)
         transfers = {DISPATCH: experts, COMBINE: experts, KEYS: context}
-        self.progress.watch(engine_for(self.device), self.executor.p2p, transfers)
+        self.progress.watch(engine_for(self.device), self.pipeline.executor.p2p, transfers)
         self.balance.rate = 0.0 if self.config.lora.rank else self.config.bias_rate  # an adapter has no biases
         freeze(self.stages.values(), self.config.freeze, self.config.model.num_experts)
         *_, trained = self.count_parameters()
@@ -96,13 +94,14 @@ class Trainer:
         self.replica_checks = ReplicaChecks(self)
         self.extensions: list[Extension] = [self.skipped, fixed, self.replica_checks]
         self.partial = self._load()
-        peak = peak_flops_of(self.config, numerics)
-        factor = utilization(self.config.model, self.config.batch.seq_len, dist.get_world_size(), peak)
+        factor = utilization(
+            self.config.model, self.config.batch.seq_len, dist.get_world_size(), peak_flops_of(self.config, numerics)
+        )
         moves = [ExpertMoves(self)] if self.config.parallel.move_experts_every and self.layout.ep > 1 else []
         routes = [Routes(self)] if self.config.batch.record_routes or self.config.batch.replay_routes else []
         self.balancing = Balancing(self)
         self.extensions += [self.balancing, *moves, *routes, Timings(self, factor)]
-        self.extensions += [built for build in extensions if (built := build(self)) is not None]
+        self.extensions += [built for build in run.instruments.extensions if (built := build(self)) is not None]
 
     def _load(self) -> PartialLoad | None:
         """Load what the run starts from. Returns what --weights-partial loaded."""
