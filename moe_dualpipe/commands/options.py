@@ -29,25 +29,6 @@ class JsonOption:
         print(strict_json.write(value, indent=1) if self.json else text, flush=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OwnLayerOptions:
-    """A checkpoint cannot choose what is imported, because importing a file runs its code."""
-
-    experts: str | None = None
-    """The model's own expert layer, FILE.py:CLASS or MODULE:CLASS."""
-    router: str | None = None
-    """The model's own router."""
-    attention: str | None = None
-    """The model's own attention."""
-    block: str | None = None
-    """The model's own transformer block."""
-    traceback: bool = False
-    """Print the whole traceback of an error in your own layer, instead of one line with its file and line number."""
-
-    def own_layers(self) -> dict[str, str | None]:
-        return {kind: getattr(self, kind) for kind in ("experts", "router", "attention", "block")}
-
-
 def check_together(options: Any, names: Sequence[str], check: Callable[[Any], _T]) -> _T:
     """`check(options)`. Instead of its own, its ValueError gets suggestions that work.
 
