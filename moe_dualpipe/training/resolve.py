@@ -204,10 +204,10 @@ def resolve(request: Request, facts: Facts) -> Run:
     folder, launch, device = facts.agreed.folder, facts.launch, facts.device
     if folder and not facts.agreed.resume:
         refuse(new_folder_rules(folder, request.config.checkpoint))
-    numerics = choose_numerics(request.config, device)
+    request = replace(request, config=replace(request.config, compute=chosen_compute(request.config.compute, device)))
+    numerics = numerics_of(request.config, device)
     config, choice = choose_layout(request, facts, numerics)
     refuse(compute_rules(config, numerics, launch.world_size))
-    config = replace(config, compute=chosen_compute(config.compute, numerics))
     layers = _layers(config, choice, numerics, facts)
     split(config.model, choice.schedule.num_stages, layers)  # raises ValueError
     start = find_start(request, config, facts)
@@ -237,28 +237,25 @@ def resolve(request: Request, facts: Facts) -> Run:
 # ---- Device, kernels and precision ----
 
 
-def choose_numerics(config: TrainConfig, device: torch.device) -> Numerics:
-    """How this machine computes what `config` asks for."""
+def chosen_compute(compute: ComputeConfig, device: torch.device) -> ComputeConfig:
+    """The options with the chosen compile and dtype. run.toml stores them, so a resumed run uses the same."""
+    dtype = ("bfloat16" if device.type == "cuda" else "float32") if compute.dtype == "auto" else compute.dtype
+    return replace(compute, compile=choose_compiled(compute.compile, device.type), dtype=dtype)
+
+
+def numerics_of(config: TrainConfig, device: torch.device) -> Numerics:
+    """How this machine computes with these options, which name compile and dtype."""
     compute = config.compute
-    auto = "bfloat16" if device.type == "cuda" else "float32"
-    compiled = choose_compiled(compute.compile, device.type)
     recipe = RECIPES[compute.fp8_recipe] if compute.fp8 != "off" else None
     return Numerics(
-        device, getattr(torch, auto if compute.dtype == "auto" else compute.dtype),
+        device, getattr(torch, compute.dtype),
         StageOptions(
             config.seed, compute.recompute, choose_kernels(compute, device), compute.fused_loss,
-            compiled=compiled == "on", lora=config.lora if config.lora.rank else None, fp8=recipe,
+            compiled=compute.compile == "on", lora=config.lora if config.lora.rank else None, fp8=recipe,
         ),
-        "compiled" if compiled == "whole" else "cuda_graph" if compute.cuda_graphs else "",
+        "compiled" if compute.compile == "whole" else "cuda_graph" if compute.cuda_graphs else "",
         choose_products(compute.products, device.type), compute.fp8 == "experts+dispatch",
     )  # fmt: skip
-
-
-def chosen_compute(compute: ComputeConfig, numerics: Numerics) -> ComputeConfig:
-    """The options with the chosen compile and dtype. run.toml stores them, so a resumed run uses the same."""
-    compiled = "whole" if numerics.whole == "compiled" else "on" if numerics.options.compiled else "off"
-    dtype: Any = str(numerics.dtype).removeprefix("torch.")
-    return replace(compute, compile=compiled, dtype=dtype)
 
 
 def choose_kernels(compute: ComputeConfig, device: torch.device) -> Kernels:
