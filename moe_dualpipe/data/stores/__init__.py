@@ -12,7 +12,6 @@ from .local_copies import (
     local_path,
     open_folder,
     output_folder,
-    staged_folder,
     url_of,
 )
 from .store import (
@@ -50,7 +49,6 @@ __all__ = [
     "open_folder",
     "output_folder",
     "read",
-    "staged_folder",
     "upload_file",
     "url_of",
     "write",
