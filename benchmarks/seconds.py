@@ -101,12 +101,14 @@ class Options:
     """Draw the losses into this file."""
 
 
-class Text:
+class Windows:
     """The sequences of each step, and the held-out ones: inputs and labels, each [B, S]."""
 
     def __init__(self, options: Options):
         (source,) = load_data(options.data, options.seq_len).sources
-        tokens_N = torch.from_numpy(np.concatenate([source.train[:], source.held_out[:]])).long()
+        tokens_N = torch.from_numpy(
+            np.concatenate([part.streams[0][:] for part in (source.train, source.held_out)])
+        ).long()
         self.options, cut = options, len(tokens_N) * 9 // 10
         self.train_N, self.held_out_N = tokens_N[:cut], tokens_N[cut:]
 
@@ -143,7 +145,7 @@ class Program(Protocol):
 class Ours:
     """The trainer of train.py in one process."""
 
-    def __init__(self, text: Text, model: ModelConfig, optimizer: str):
+    def __init__(self, text: Windows, model: ModelConfig, optimizer: str):
         options, self.batch, self.steps = text.options, text.batch(0, 0), 0
         config = training.TrainConfig(
             model=model, steps=10**9, parallel=training.ParallelConfig(schedule="1f1b"),
@@ -177,7 +179,7 @@ class Ours:
 class Transformers:
     """A model of Hugging Face, trained without a framework."""
 
-    def __init__(self, text: Text, kind: str, **sizes: object):
+    def __init__(self, text: Windows, kind: str, **sizes: object):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.text, optim = text, training.OptimizerConfig()
@@ -221,7 +223,7 @@ QWEN = {
     "mlp_only_layers": [0], "moe_intermediate_size": TINY.expert_size, "norm_topk_prob": True,
     "shared_expert_intermediate_size": TINY.expert_size, "experts_implementation": "grouped_mm",
 }  # fmt: skip
-PROGRAMS: dict[str, Callable[[Text], Program]] = {
+PROGRAMS: dict[str, Callable[[Windows], Program]] = {
     "transformers, dense": partial(Transformers, kind="llama"),
     "transformers, mixture": partial(Transformers, kind="qwen2_moe", **QWEN),
     "ours, dense": partial(Ours, model=DENSE, optimizer="muon"),
@@ -233,7 +235,7 @@ PROGRAMS: dict[str, Callable[[Text], Program]] = {
 """How to build each program."""
 
 
-def train(program: Program, text: Text, lr: float, steps: int, seed: int) -> float:
+def train(program: Program, text: Windows, lr: float, steps: int, seed: int) -> float:
     """Train from the initial weights of this seed. Returns the held-out loss."""
     optim = training.OptimizerConfig(lr=lr, warmup_steps=max(1, steps // 20))
     program.restart(seed)
@@ -242,7 +244,7 @@ def train(program: Program, text: Text, lr: float, steps: int, seed: int) -> flo
     return program.held_out_loss()
 
 
-def step_seconds(programs: Mapping[str, Program], text: Text, rounds: int) -> dict[str, list[float]]:
+def step_seconds(programs: Mapping[str, Program], text: Windows, rounds: int) -> dict[str, list[float]]:
     """CPU seconds of each program's steps, taken in turns after those that compile it."""
 
     def timed(program: Program) -> float:
@@ -275,7 +277,7 @@ class Curve:
         ]
 
 
-def compare(programs: Mapping[str, Program], text: Text, options: Options) -> dict[str, Curve]:
+def compare(programs: Mapping[str, Program], text: Windows, options: Options) -> dict[str, Curve]:
     seconds = step_seconds(programs, text, options.rounds)
     curves = {name: Curve([1e3 * second for second in own]) for name, own in seconds.items()}
     for name, curve in curves.items():
@@ -314,7 +316,7 @@ def main() -> None:
         if name not in PROGRAMS:
             raise SystemExit(f"unknown program {name!r}; choose from: {'; '.join(PROGRAMS)}")
     torch.set_num_threads(1)
-    text = Text(options)
+    text = Windows(options)
     with join_world("cpu"):
         programs = {name: PROGRAMS[name](text) for name in options.programs}
         curves = compare(programs, text, options)

@@ -13,7 +13,7 @@ import pytest
 from moe_dualpipe import __version__
 from moe_dualpipe.cli import COMMANDS, main
 from moe_dualpipe.command_line import entry, shown
-from moe_dualpipe.health.program import program_name, training_command
+from moe_dualpipe.health.report import program_name, training_command
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..data import stores
-from ..data.strict_json import read_named
+from ..data.strict_json import read_if_there
 from ..expert_parallel.gather import gather_objects
 from ..messages import printable, quoted
 from ..models import ModelConfig
@@ -102,8 +102,7 @@ def find_weights(path: str, newest: int | None = None) -> Path:
 
 def is_published(folder: Path) -> bool:
     """Whether config.json in `folder` is that of a published model. Raises ValueError if it cannot be read."""
-    path = folder / CONFIG_FILE
-    config = read_named(path) if path.is_file() else None
+    config = read_if_there(folder / CONFIG_FILE)
     return isinstance(config, dict) and config.get("model_type") not in (None, "moe-dualpipe")
 
 
@@ -217,7 +216,8 @@ def load_state(
         raise ValueError(f"{opened.where} has no weight of the model: it has {has}; the model has {wanted}")
     with errors_on_all_ranks():
         opened.read(found)
-    opened.close()  # the other ranks of this machine have read the copies, too
+    # The other ranks of this machine have read the copies, too.
+    stores.drop(opened.where, [path.name for path in opened.where.glob("*.safetensors")])
     release()
     return result
 

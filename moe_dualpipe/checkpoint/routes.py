@@ -15,7 +15,6 @@ N samples, S positions, K experts per token.
 
 import json
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,15 +33,6 @@ from .tensor_file import TensorEntry, read_entry, read_header, read_metadata, wr
 SUFFIX = ".safetensors"
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _NAME = re.compile(r"layers\.(\d{1,6})\.(experts|samples)")
-
-
-def check_writable(folder: Path, option: str) -> None:
-    """Create a folder. Raises ValueError if no file can be written there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ValueError(f"{option} {printable(folder)} cannot be written: {error.strerror}") from None
 
 
 def write_routes(path: Path, layers: Mapping[int, tuple[Tensor, Tensor]], run: Mapping[str, Any]) -> None:

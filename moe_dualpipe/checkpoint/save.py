@@ -31,8 +31,7 @@ from ..models import ModelConfig
 from ..overlap.waits import waits_for_ranks
 from ..runtime.groups import create_group
 from ..runtime.shared_errors import errors_on_all_ranks
-from .atomic_folder import UPLOAD, announce_nothing, write_folder
-from .destinations import RunUploads, remove_old
+from .destinations import UPLOAD, RunUploads, announce_nothing, remove_old, write_folder
 from .manifest import RUN_FILE, FileChecksum, Manifest
 from .tensor_file import Announce, write_tensors
 

@@ -30,10 +30,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..data import DataFile
-from ..data.files import FileStatus
-from ..data.stores import drop, entry_of, exists, fetch, read, url_of
+from ..data.files import FileStatus, sync
+from ..data.stores import entry_of, exists, fetch, read, url_of
 from ..data.strict_json import read_file, reading
-from ..data.synced_files import sync
 from ..messages import plural, printable, quoted
 from .manifest import Manifest, check_file_names
 
@@ -209,15 +208,6 @@ class TensorFolder:
         fetch(entry.file, self._checksums.get(file))
         return read_entry(entry, self._statuses[file])
 
-    def close(self) -> None:
-        """Remove the copies of files on a store."""
-        drop(self.folder, {entry.file.name for entry in self.entries.values()})
-
-
-@dataclass(frozen=True, slots=True)
-class _Index:
-    weight_map: dict[str, str]
-
 
 def _read_shards(index: Path) -> dict[str, tuple[FileStatus | None, dict[str, TensorEntry]]]:
     """Read the headers of the files that an index lists. It must list every tensor of each, and no others.
@@ -225,7 +215,7 @@ def _read_shards(index: Path) -> dict[str, tuple[FileStatus | None, dict[str, Te
     Its metadata is ignored: the total_size of many published checkpoints is wrong.
     """
     with reading(index):
-        listed = msgspec.convert(read_file(index), _Index).weight_map
+        listed = msgspec.convert(read_file(index)["weight_map"], dict[str, str])
         names = dict.fromkeys(listed.values())
         check_file_names(names)
         if missing := [name for name in names if not exists(index.with_name(name))]:

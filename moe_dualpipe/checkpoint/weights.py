@@ -1,6 +1,7 @@
 """The weights of a model by global name: of a module, in a checkpoint, or given in memory."""
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,14 +11,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..data.strict_json import read_if_there
 from ..expert_parallel.parameters import expert_ids, global_tensors
-from ..messages import plural, printable, quoted
+from ..messages import check_range, plural, printable, quoted
 from ..models import ModelConfig
-from ..models.config import BUILT_IN
+from ..models.config import BUILT_IN, LoRA
 from ..models.costs import shape_of
 from ..models.custom_layers import Factory, name_of, same_layer
-from ..models.lora import low_rank_update
-from .adapters import Pairs, adapter_pairs, saved_adapters
+from ..models.lora import adapted_weight, low_rank_update
 from .manifest import read_manifest
 from .tensor_file import TensorFolder
 
@@ -36,12 +37,13 @@ class PartialLoad:
     ignored: Sequence[str]
 
     def __str__(self) -> str:
-        lines = [f"loaded {plural(len(self.loaded), 'tensor')}"]
-        if self.missing:
-            lines.append(f"not in the file, start from their initial weights: {group_names(self.missing)}")
-        if self.ignored:
-            lines.append(f"in the file, but not in the model: {group_names(self.ignored)}")
-        return "\n".join(lines)
+        missing, ignored = group_names(self.missing), group_names(self.ignored)
+        lines = (
+            f"loaded {plural(len(self.loaded), 'tensor')}",
+            missing and f"not in the file, start from their initial weights: {missing}",
+            ignored and f"in the file, but not in the model: {ignored}",
+        )
+        return "\n".join(filter(None, lines))
 
 
 def group_names(names: Iterable[str]) -> str:
@@ -61,11 +63,62 @@ def group_names(names: Iterable[str]) -> str:
     return ", ".join(texts[:_MAX_GROUPS] + more)
 
 
+# ---- Low-rank adapters (models/lora.py) ----
+#
+# lora.json says rank, scale and targets. The matrices are tensors like all others, so a resumed run finds them by their
+# names. Whoever reads the model gets merged weights, W + scale * B A: generation, evaluation, exports and new runs need
+# to know nothing of adapters.
+
+
+LORA_FILE = "lora.json"
+Pairs = Mapping[str, list[tuple[str, str]]]
+"""The adapters of each adapted weight, by its global name: the names of A and B of each of its matrices."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavedAdapters:
+    """The contents of lora.json. base: the --weights from which the run started."""
+
+    lora: LoRA
+    base: str | None = None
+
+    def file(self) -> dict[str, bytes]:
+        """The file for a checkpoint: name -> content."""
+        return {LORA_FILE: json.dumps(dataclasses.asdict(self), indent=2).encode()}
+
+
+def saved_adapters(checkpoint: Path) -> SavedAdapters | None:
+    """The description of the adapters in a checkpoint; None if it has none. Raises ValueError for an invalid one."""
+    saved = read_if_there(checkpoint / LORA_FILE, SavedAdapters)
+    if saved is not None:
+        check_range(f"{printable(checkpoint / LORA_FILE)}: rank", saved.lora.rank, 1)
+    return saved
+
+
+def adapter_pairs(names: Iterable[str]) -> Pairs:
+    """The adapters among the tensors with these global names. Raises ValueError for half of a pair."""
+    found: dict[str, dict[tuple[int, str], str]] = {}
+    for name in names:
+        if adapted := adapted_weight(name):
+            weight, matrix, number = adapted
+            found.setdefault(weight, {})[number, matrix] = name
+    pairs = {}
+    for weight, matrices in found.items():
+        wanted = [(number, matrix) for number in range(len(matrices) // 2) for matrix in "AB"]
+        if sorted(matrices) != wanted:
+            raise ValueError(f"the adapters of {printable(weight)} are incomplete")
+        pairs[weight] = [(matrices[number, "A"], matrices[number, "B"]) for number, _ in wanted[::2]]
+    return pairs
+
+
+# ---- Of a checkpoint ----
+
+
 class SavedModel:
     """The model and the tensors of a checkpoint. prefix: of the names of the tensors to read; `shapes` leaves it out.
 
-    With the default prefix, the weights of a run with adapters (adapters.py) are merged with them. With "", all tensors
-    are read as they are stored. update_norms: of what was added to each weight that was read.
+    With the default prefix, the weights of a run with adapters are merged with them. With "", all tensors are read as
+    they are stored. update_norms: of what was added to each weight that was read.
 
     where: the path in messages. checksum: differs for checkpoints with different tensors. Raises ValueError if run.json
     or lora.json cannot be read.
@@ -142,10 +195,6 @@ class SavedModel:
         for name in self._tensors.by_position(self._prefix + name for name in tensors):
             short = name.removeprefix(self._prefix)
             tensors[short].copy_(self.tensor(short))
-
-    def close(self) -> None:
-        """Remove the copies of files on a store."""
-        self._tensors.close()
 
 
 def global_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from ..command_line import Mark, Positional
 from ..data import read_stream
-from ..data.chats import ChatOptions
+from ..data.chats import ChatOptions, ChatTemplate, template_file
 from ..inference.scoring import perplexity
 from ..inference.spread import open_spread
 from ..messages import check_range, printable
 from ..runtime.world import current_launch, join_world
-from .options import JsonOption, check_ranges, find_template
+from .options import JsonOption, check_ranges
 from .spread_options import SpreadOptions
 
 
@@ -76,7 +76,7 @@ class Eval(SpreadOptions, JsonOption):
             model, tokenizer, ranks = open_spread(
                 self.model, self.own_layers(), world, *sizes, ep_backend=self.ep_backend
             )
-            chats = ChatOptions(find_template(model, tokenizer, self.chat_template))
+            chats = ChatOptions(ChatTemplate.find({**model.companions, **template_file(self.chat_template)}, tokenizer))
             options = self.data_field, self.data_dtype, self.special_tokens, chats
             tokens, flags = read_stream(self.data, tokenizer, *options)
             if self.max_tokens and len(tokens) > self.max_tokens + 1:

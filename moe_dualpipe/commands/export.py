@@ -1,13 +1,12 @@
 """`moe-dualpipe export`: write the weights of a run in Hugging Face's format."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 from ..checkpoint import find_checkpoint
 from ..checkpoint.huggingface import DTYPES, AdapterPlan, ExportPlan, plan_adapter_export, plan_checkpoint_export
 from ..command_line import Mark, Positional
-from ..data.stores import Url, is_url, staged_folder
+from ..data.stores import output_folder
 from ..messages import plural, printable
 
 GB = 10**9
@@ -37,8 +36,7 @@ class Export:
         dtype = DTYPES[self.dtype] if self.dtype else None
         plan = plan_adapter_export(found) if self.adapter else plan_checkpoint_export(found, dtype)
         print(f"{printable(found)} -> {printable(self.out)}", _described(plan, self.max_shard_size), sep="\n")
-        out = staged_folder(Url(self.out)) if is_url(self.out) else Path(self.out)
-        plan.write(out, self.max_shard_size)
+        plan.write(output_folder(self.out), self.max_shard_size)
         if lost := plan.describe_loss():
             print(lost)
 

@@ -12,20 +12,21 @@ from typing import Annotated
 
 import torch
 
-from ..checkpoint.routes import check_writable, write_routes
+from ..checkpoint.routes import write_routes
 from ..command_line import Mark, Positional
 from ..data import Tokenizer
+from ..data.chats import ChatTemplate, template_file
+from ..data.files import make_folder
 from ..data.strict_json import reading
 from ..inference import Sampling, generate, printable_text
 from ..inference.conversation import converse
-from ..inference.expert_ranks import ExpertRanks
-from ..inference.generation import recorded_routes
+from ..inference.generation import ExpertRanks, recorded_routes
 from ..inference.spread import open_spread
-from ..messages import check_range, printable, typed_text
+from ..messages import Rule, check_range, printable, refuse, typed_text
 from ..models import TransformerStage
 from ..runtime.world import current_launch
 from .data import refuse_url
-from .options import check_ranges, find_template
+from .options import check_ranges
 from .spread_options import SpreadOptions
 
 
@@ -76,22 +77,31 @@ class Generate(SpreadOptions):
         check_range("--seed", self.seed, -(2**63), 2**63 - 1)
         sampling = Sampling(self.temperature, self.top_k or None, self.top_p)  # raises ValueError
         self.check_spread()
-        if self.copies and current_launch().world_size == 1:
-            raise ValueError(f"--copies {self.copies} needs several processes: start them with torchrun")
-        if self.record_routes and current_launch().world_size > 1:
-            raise ValueError("--record-routes is for one process: start without torchrun")
-        if self.record_routes and (self.batch_size or self.prompts):
-            raise ValueError("--record-routes needs texts of one prompt in one batch: no --batch-size, no --prompts")
-        if self.record_routes:
-            refuse_url(str(self.record_routes))
-            check_writable(self.record_routes.parent, "--record-routes")
-        if self.prompts and self.prompt != Generate.prompt:
-            raise ValueError("--prompts stands for --prompt: use one of them")
+        several, record, typed = current_launch().world_size > 1, self.record_routes, self.prompt != Generate.prompt
+        refuse((
+            Rule(
+                self.copies and not several, f"--copies {self.copies} needs several processes: start them with torchrun"
+            ),
+            Rule(record and several, "--record-routes is for one process: start without torchrun"),
+            Rule(
+                record and (self.batch_size or self.prompts),
+                "--record-routes needs texts of one prompt in one batch: no --batch-size, no --prompts",
+            ),
+            Rule(self.prompts and typed, "--prompts stands for --prompt: use one of them"),
+            Rule(
+                self.chat and (several or self.prompts or record or self.num > 1),
+                "--chat is for one process, without --prompts, --num and --record-routes",
+            ),
+            Rule(self.chat and typed, "--chat reads its messages from the terminal: leave out --prompt"),
+        ))  # fmt: skip
+        if record:
+            refuse_url(str(record))
+            make_folder(record.parent, f"--record-routes {printable(record.parent)}")
         if self.chat:
             self._converse(sampling)
             return
-        typed = [self.prompt] if self.prompts is None else _lines(self.prompts)
-        starts = [typed_text(prompt) for prompt in typed for _ in range(self.num)]
+        given = [self.prompt] if self.prompts is None else _lines(self.prompts)
+        starts = [typed_text(prompt) for prompt in given for _ in range(self.num)]
         if not all(starts):
             what = "--prompt is empty" if self.prompts is None else f"{printable(self.prompts)} has an empty line"
             raise ValueError(f"{what}: use at least one character for each prompt")
@@ -110,14 +120,11 @@ class Generate(SpreadOptions):
             print(printable_text(text))
 
     def _converse(self, sampling: Sampling) -> None:
-        """Raises ValueError for options that do not apply, and without a chat template."""
-        if current_launch().world_size > 1 or self.prompts or self.record_routes or self.num > 1:
-            raise ValueError("--chat is for one process, without --prompts, --num and --record-routes")
-        if self.prompt != Generate.prompt:
-            raise ValueError("--chat reads its messages from the terminal: leave out --prompt")
+        """Raises ValueError without a chat template."""
         with self.joined() as world:
             model, tokenizer, _ = open_spread(self.run_or_checkpoint, self.own_layers(), world, 1, self.seq_len)
-            if (template := find_template(model, tokenizer, self.chat_template)) is None:
+            files = {**model.companions, **template_file(self.chat_template)}
+            if (template := ChatTemplate.find(files, tokenizer)) is None:
                 raise ValueError(f"{printable(self.run_or_checkpoint)} has no chat template: name one, --chat-template")
             converse(model, tokenizer, template, self.sample_tokens, self.seq_len, sampling, self.seed)
 

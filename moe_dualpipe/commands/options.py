@@ -5,15 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from ..data import Tokenizer, strict_json
-from ..data.chats import TEMPLATE_FILE, ChatTemplate
+from ..data import strict_json
 from ..messages import LARGEST, check_range, nearest, with_suggestions, without_suggestions
-
-if TYPE_CHECKING:
-    from ..models import TransformerStage
 
 _T = TypeVar("_T")
 
@@ -32,34 +27,6 @@ class JsonOption:
     def show(self, value: Any, text: str) -> None:
         """Print `value` as JSON with --json, otherwise `text`."""
         print(strict_json.write(value, indent=1) if self.json else text, flush=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnLayerOptions:
-    """A checkpoint cannot choose what is imported, because importing a file runs its code."""
-
-    experts: str | None = None
-    """The model's own expert layer, FILE.py:CLASS or MODULE:CLASS."""
-    router: str | None = None
-    """The model's own router."""
-    attention: str | None = None
-    """The model's own attention."""
-    block: str | None = None
-    """The model's own transformer block."""
-    traceback: bool = False
-    """Print the whole traceback of an error in your own layer, instead of one line with its file and line number."""
-
-    def own_layers(self) -> dict[str, str | None]:
-        return {kind: getattr(self, kind) for kind in ("experts", "router", "attention", "block")}
-
-
-def find_template(model: "TransformerStage", tokenizer: Tokenizer, file: Path | None) -> ChatTemplate | None:
-    """The chat template in `file`, or that of the model. Raises ValueError for one that is not a template."""
-    files = dict(model.companions)
-    if file is not None:
-        with strict_json.reading(file):
-            files[TEMPLATE_FILE] = strict_json.read_bytes(file).decode()
-    return ChatTemplate.find(files, tokenizer)
 
 
 def check_together(options: Any, names: Sequence[str], check: Callable[[Any], _T]) -> _T:

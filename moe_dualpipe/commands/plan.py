@@ -1,13 +1,15 @@
-"""`moe-dualpipe plan`: step time, memory and cost of a training run before it starts."""
+"""`moe-dualpipe plan` and `model`: step time, memory and cost of a run before it starts, and the sizes of models."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from ..checkpoint.expert_loads import find_loads
-from ..command_line import Mark, one_of
+from ..command_line import Mark, Positional, one_of
 from ..kernels.options import Fp8
 from ..messages import check_range
+from ..models import PRESETS
 from ..models.config import Recompute
+from ..models.costs import shape_of
 from ..runtime.layout import Layout
 from ..schedule import NAMES
 from ..tools.planner.device import Precision, load_device
@@ -22,6 +24,8 @@ from ..tools.planner.table import (
     routing_rows,
     search_report,
     search_rows,
+    size_summary,
+    sizes_table,
     waterfall_table,
 )
 from ..tools.planner.workload import AttentionKernel, CudaGraphs, Workload, layout_of
@@ -168,3 +172,32 @@ class SearchCommand(PlanOptions):
 
     def all_gpus(self, load: Workload) -> Workload:
         return replace(load, layout=layout_of(self.gpus, cp=self.cp), global_batch=self.batch_size)
+
+
+@dataclass(frozen=True)
+class ShowModel(JsonOption):
+    """Show the parameters and the FLOPs of a model. `plan estimate` predicts the memory of each pipeline rank."""
+
+    model: Positional[Annotated[str, Mark("MODEL")]]
+    """A preset, the name of a published model, or a config.json of Hugging Face."""
+    seq_len: int = 4096
+    """Tokens in a sequence."""
+
+    def run(self) -> None:
+        """Raises ValueError for invalid options."""
+        shape = read_shape(self.model)
+        check_ranges(self, 1, "seq_len")
+        report = {
+            "parameters": shape.parameters, "active_parameters": shape.active_parameters,
+            "embedding_parameters": shape.embedding, "forward_flops": shape.forward_flops(self.seq_len),
+            "train_flops": shape.train_flops(self.seq_len),
+        }  # fmt: skip
+        self.show(report, size_summary(shape, self.seq_len))
+
+
+@dataclass(frozen=True)
+class ListModels:
+    """List the named models and their sizes."""
+
+    def run(self) -> None:
+        print(sizes_table([shape_of(config, name) for name, config in PRESETS.items()]))

@@ -1,6 +1,5 @@
 """`moe-dualpipe profile run`: measure the overlap on this machine."""
 
-import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Annotated, Literal
 
 from ..command_line import one_of
 from ..data import strict_json
+from ..data.files import make_folder
 from ..expert_parallel import Link
 from ..kernels.options import Fp8
 from ..messages import printable
@@ -67,7 +67,7 @@ class ProfileRun(DeviceOption, JsonOption):
         if launch.world_size > 1:
             raise ValueError("profile run is one process with a modeled link: for real ranks, use train.py --profile")
         out = self.out or Path("runs") / f"profile-{self.mode}"
-        make_folder(out)
+        make_folder(out, f"--out {printable(out)}")
 
         link = None if gbps is None else Link(gbps / 8, self.link_latency_us)
         sizes = self.num_layers, self.seq_len or None, self.tokens or None
@@ -87,13 +87,3 @@ class ProfileRun(DeviceOption, JsonOption):
                 files.append(name)
         text = f"{measurement.as_text()}\n\nin {printable(out)}: {', '.join(sorted(files))}"
         self.show(measurement.as_object(), text)
-
-
-def make_folder(path: Path) -> None:
-    """Create the folder unless it exists. Raises ValueError if that fails or if it is not writable."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write to --out {printable(path)}: {error.strerror}") from None
-    if not os.access(path, os.W_OK):
-        raise ValueError(f"cannot write to --out {printable(path)}: permission denied")

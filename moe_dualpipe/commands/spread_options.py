@@ -1,4 +1,4 @@
-"""The options of commands that spread experts over processes."""
+"""The options of commands that open a model, whose experts may be spread over processes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,18 +9,34 @@ from ..health.watch import PATIENCE, watch_ranks
 from ..messages import check_range
 from ..runtime.groups import leave_world
 from ..runtime.world import World, current_launch, join_world
-from .options import DeviceOption, OwnLayerOptions
+from .options import DeviceOption
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpreadOptions(OwnLayerOptions, DeviceOption):
-    """With torchrun, the experts are spread over the processes."""
+class SpreadOptions(DeviceOption):
+    """With torchrun, the experts are spread over the processes.
 
+    A checkpoint cannot choose which of its own layers are imported, because importing a file runs its code.
+    """
+
+    experts: str | None = None
+    """The model's own expert layer, FILE.py:CLASS or MODULE:CLASS."""
+    router: str | None = None
+    """The model's own router."""
+    attention: str | None = None
+    """The model's own attention."""
+    block: str | None = None
+    """The model's own transformer block."""
+    traceback: bool = False
+    """Print the whole traceback of an error in your own layer, instead of one line with its file and line number."""
     ep_backend: EpBackend = "auto"
     """With torchrun: how the processes exchange tokens. With one that works in the background, such as all_to_all,
     batches of two or more sequences run as two micro-batches, each hiding the other's communication."""
     timeout: float = 600.0
     """With torchrun: seconds to wait for another process. One that dies or is stopped is detected sooner."""
+
+    def own_layers(self) -> dict[str, str | None]:
+        return {kind: getattr(self, kind) for kind in ("experts", "router", "attention", "block")}
 
     def check_spread(self) -> None:
         """Raise ValueError for a choice that has no meaning for one process, or is out of range."""

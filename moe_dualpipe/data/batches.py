@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ..messages import plural, printable
-from .samples import Samples
-from .token_files import TokensOnDisk, TokenStream, vocabulary_error
+from .samples import Samples, Text
+from .token_files import TokensOnDisk, vocabulary_error
 from .tokenizer import BYTES, Tokenizer, digest, find_tokenizer
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class Source:
 
     name: str
     weight: float
-    train: TokenStream | Samples
-    held_out: TokenStream | Samples
+    train: Text | Samples
+    held_out: Text | Samples
     description: str
     bytes_per_token: float | None = 1.0
     """Mean over the held-out text, counting the end of a document as one byte. None if the tokenizer is unknown."""
@@ -65,7 +65,7 @@ class TextData:
     @property
     def all_labeled(self) -> bool:
         """Whether no label is -100."""
-        return not self.document_mask and not any(isinstance(source.train, Samples) for source in self.sources)
+        return not self.document_mask and all(source.train.all_labeled for source in self.sources)
 
     def batch(self, seed: int, step: int, count: int, seq_len: int, rows: range | None = None) -> "Batch":
         """Draw the `count` sequences of a step: inputs and labels, each [B, S] int64.
@@ -76,12 +76,12 @@ class TextData:
         streams = [source.train for source in self.sources]
         if len(streams) > 1:
             streams = [streams[i] for i in random.choice(len(streams), count, p=self.shares)]
-            starts = random.integers(0, [_num_starts(stream, seq_len) for stream in streams])
+            starts = random.integers(0, [stream.num_places(seq_len) for stream in streams])
         else:
-            streams, starts = streams * count, random.integers(0, _num_starts(streams[0], seq_len), count)
+            streams, starts = streams * count, random.integers(0, streams[0].num_places(seq_len), count)
         own = slice(None) if rows is None else slice(rows.start, rows.stop)
         windows = [
-            (stream, stream.drawn(seed, step * count + i) if isinstance(stream, Samples) else start)
+            (stream, stream.drawn(seed, step * count + i, start))
             for i, (stream, start) in enumerate(zip(streams, starts.tolist(), strict=True))
         ]
         return self._read(windows[own], seq_len)
@@ -95,7 +95,7 @@ class TextData:
         windows = [
             (source.held_out, start)
             for source, sequences in zip(self.sources, np.diff(bounds), strict=True)
-            for start in _spaced(source.held_out, sequences, seq_len).tolist()
+            for start in source.held_out.spaced(sequences, seq_len).tolist()
         ]
         return self._read(windows[first : first + count], seq_len)
 
@@ -143,7 +143,7 @@ class TextData:
         content = hashlib.blake2b(digest(self.tokenizer).encode(), digest_size=8)
         for source in self.sources:
             content.update(repr(source.weight).encode())
-            for stream in (*_streams_of(source.train), *_streams_of(source.held_out)):
+            for stream in (*source.train.streams, *source.held_out.streams):
                 content.update(f"{len(stream)} {stream.dtype.str}".encode())
                 if isinstance(stream, np.ndarray):
                     content.update(np.ascontiguousarray(stream).data)
@@ -161,60 +161,30 @@ class TextData:
                 f"{printable(checkpoint)} was trained with another tokenizer: {saved}; --data has {self.tokenizer}"
             )
 
-    def _read(self, windows: "Sequence[tuple[TokenStream | Samples, int]]", seq_len: int) -> "Batch":
+    def _read(self, windows: Sequence[tuple[Text | Samples, int]], seq_len: int) -> "Batch":
         import torch  # not at the top: `moe-dualpipe data` starts faster without it
 
         from ..pipeline.labels import Batch
 
-        inputs, labels, documents = (np.full((len(windows), seq_len), value, np.int64) for value in (0, -100, -1))
-        for row, (stream, start) in enumerate(windows):
-            if isinstance(stream, Samples):
-                stream.read(start, inputs[row], labels[row], documents[row])
-            else:
-                tokens = stream[start : start + seq_len + 1].astype(np.int64)
-                inputs[row], labels[row] = tokens[:-1], tokens[1:]
-        for part in {part for stream, _ in windows for part in _streams_of(stream) if isinstance(part, TokensOnDisk)}:
+        shape = len(windows), seq_len
+        inputs, labels, documents = (torch.full(shape, value, dtype=torch.int64) for value in (0, -100, -1))
+        for (stream, place), *row in zip(windows, inputs.numpy(), labels.numpy(), documents.numpy(), strict=True):
+            stream.read(place, *row)
+        for part in {part for stream, _ in windows for part in stream.streams if isinstance(part, TokensOnDisk)}:
             part.file.check_unchanged()  # checked after reading, so these tokens are those from the start of the run
-        largest, size = np.maximum(inputs.max(1), labels.max(1)), self.tokenizer.vocab_size
+        largest, size = torch.maximum(inputs.amax(1), labels.amax(1)), self.tokenizer.vocab_size
         if (largest >= size).any():  # the file was too large to scan
-            row = int(np.argmax(largest >= size))
-            (stream, *_), start = _streams_of(windows[row][0]), windows[row][1]
-            name, first = (stream.file.path, stream.first) if isinstance(stream, TokensOnDisk) else ("the text", 0)
+            row = int(largest.argmax())
+            tokens, start = windows[row][0].streams[0], windows[row][1]
+            name, first = (tokens.file.path, tokens.first) if isinstance(tokens, TokensOnDisk) else ("the text", 0)
             raise vocabulary_error(name, first + start, np.append(inputs[row], labels[row, -1]), size)
-        batch = batch_of(torch.from_numpy(inputs), torch.from_numpy(labels), self._end_id)
-        if self.all_labeled:
-            return batch
-        are_samples = torch.tensor([isinstance(stream, Samples) for stream, _ in windows])[:, None]
-        labels_BS = torch.from_numpy(labels).where(are_samples, batch.labels)
-        if batch.documents is None and not self._packs:
-            return Batch(batch.inputs, labels_BS)
-        of_text = torch.zeros_like(labels_BS) if batch.documents is None else batch.documents
-        return Batch(batch.inputs, labels_BS, torch.from_numpy(documents).where(are_samples, of_text))
-
-    @property
-    def _packs(self) -> bool:
-        """Whether a sequence may have several samples; then all batches have documents."""
-        return any(isinstance(source.train, Samples) and source.train.packing for source in self.sources)
-
-    @property
-    def _end_id(self) -> int | None:
-        return self.tokenizer.end_id if self.document_mask else None
-
-
-def _num_starts(stream: "TokenStream | Samples", seq_len: int) -> int:
-    """The number of places where a sequence of `seq_len` may start."""
-    return len(stream.sequences) if isinstance(stream, Samples) else len(stream) - seq_len
-
-
-def _spaced(stream: "TokenStream | Samples", number: int, seq_len: int) -> np.ndarray:
-    """The places of `number` sequences, spaced evenly. Of few packed sequences, each is used about as often."""
-    if isinstance(stream, Samples):
-        return np.arange(number) * len(stream.sequences) // max(number, 1)
-    return np.linspace(0, len(stream) - seq_len - 1, number).astype(np.int64)
-
-
-def _streams_of(stream: "TokenStream | Samples") -> tuple[TokenStream, ...]:
-    return (stream.tokens_N, stream.flags_N) if isinstance(stream, Samples) else (stream,)
+        if self.document_mask:
+            of_text = [row for row, (stream, _) in enumerate(windows) if stream.all_labeled]
+            numbered = batch_of(inputs[of_text], labels[of_text], self.tokenizer.end_id)
+            labels[of_text], documents[of_text] = numbered.labels, numbered.tensors["documents"]
+        # If a sequence may have several samples, all batches have documents.
+        with_documents = self.document_mask or any(source.train.packing for source in self.sources)
+        return Batch(inputs, labels, documents if with_documents else None)
 
 
 def batch_of(inputs_BS: "Tensor", labels_BS: "Tensor", end_id: int | None) -> "Batch":

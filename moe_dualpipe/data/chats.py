@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -212,18 +212,18 @@ class ChatTemplate:
                 raise ValueError(f"{chat.place}: the chat template leaves out message {number + 1}, of role {role}")
 
 
+def template_file(file: Path | None) -> dict[str, str]:
+    """The text of a file with a chat template, by the name that `ChatTemplate.find` reads. Raises ValueError."""
+    return {} if file is None else {TEMPLATE_FILE: strict_json.read_text(file)}
+
+
 def read_template(tokenizer: str, file: Path | None) -> dict[str, str]:
     """The texts of the files beside the tokenizer.json at `tokenizer` that `ChatTemplate.find` reads.
 
     file: the template to take instead. Raises ValueError.
     """
-    beside = [Path(tokenizer).with_name(name) for name in (SPECIAL_TOKENS, TOKENIZER_CONFIG, TEMPLATE_FILE)]
-    found = {path.name: path for path in beside if path.is_file()} | ({TEMPLATE_FILE: file} if file else {})
-    texts = {}
-    for name, path in found.items():
-        with strict_json.reading(path):
-            texts[name] = strict_json.read_bytes(path).decode()
-    return texts
+    beside = (Path(tokenizer).with_name(name) for name in (SPECIAL_TOKENS, TOKENIZER_CONFIG, TEMPLATE_FILE))
+    return {path.name: strict_json.read_text(path) for path in beside if path.is_file()} | template_file(file)
 
 
 @lru_cache(maxsize=8)
@@ -249,17 +249,10 @@ def _compiled(source: str) -> Any:
     def fail(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )  # fmt: skip
-
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.filters["tojson"] = to_json
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals |= {"raise_exception": fail, "strftime_now": lambda form: datetime.now().strftime(form)}
     try:
         if _MARK in source:

@@ -7,16 +7,16 @@ asks the kernel of Linux for a signal when the thread that has started it ends.
 import ctypes
 import multiprocessing
 import os
-import pickle
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
+_function: list[Callable[[Any], Any]] = []
+"""What this worker calls."""
 
 
 def run_in_processes(function: Callable[[Any], T], items: Sequence[Any], workers: int) -> Iterator[T]:
@@ -30,9 +30,9 @@ def run_in_processes(function: Callable[[Any], T], items: Sequence[Any], workers
         yield from map(function, items)
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(processes, context, _start, (workers // processes, os.getpid()))
+    pool = ProcessPoolExecutor(processes, context, _start, (function, workers // processes, os.getpid()))
     try:
-        yield from pool.map(partial(_call, pickle.dumps(function)), items)
+        yield from pool.map(_call, items)
     except BrokenProcessPool:
         raise ChildProcessError("a worker process was killed; if memory is short, use fewer --workers") from None
     except BaseException:
@@ -43,7 +43,8 @@ def run_in_processes(function: Callable[[Any], T], items: Sequence[Any], workers
         pool.shutdown(cancel_futures=True)
 
 
-def _start(threads: int, parent: int) -> None:
+def _start(function: Callable[[Any], Any], threads: int, parent: int) -> None:
+    _function.append(function)  # sent once: a tokenizer takes long to build
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the first process, too, which ends this one
     os.environ |= {"TOKENIZERS_PARALLELISM": str(threads > 1).lower(), "RAYON_NUM_THREADS": str(threads)}
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
@@ -51,11 +52,5 @@ def _start(threads: int, parent: int) -> None:
         os._exit(1)
 
 
-def _call(function: bytes, item: Any) -> Any:
-    return _unpickled(function)(item)
-
-
-@lru_cache(maxsize=1)
-def _unpickled(function: bytes) -> Callable[[Any], Any]:
-    """A worker unpickles its function once: a tokenizer takes long to build."""
-    return pickle.loads(function)
+def _call(item: Any) -> Any:
+    return _function[0](item)

@@ -38,13 +38,10 @@ from tqdm import tqdm
 from ..messages import check_range, printable
 from .chats import NO_TEMPLATE, Chat, ChatOptions, ChatTemplate, read_template
 from .documents import Documents, read_document
-from .encode import EncodedDocument, encode_documents, hash_text, split_lines, text_of
-from .files import FileStatus, divide
-from .held_out import Split
-from .one_writer import LOCK_FILE, only_writer
+from .encode import EncodedDocument, Split, encode_documents, hash_text, split_lines, text_of
+from .files import LOCK_FILE, FileStatus, divide, make_folder, only_writer, sync, write_synced
 from .pool import run_in_processes
 from .rows import row_format
-from .synced_files import sync, write_synced
 from .token_files import CHUNK, HELD_OUT_FILES, TRAIN_FILE, Sidecar, flags_file
 from .tokenizer import (
     BYTES,
@@ -118,10 +115,13 @@ class ShardWriter:
             return hashes == [hash_text(text_of(document)) for document in shard.documents(self.field)]
         return False
 
-    def write(self, shard: Shard) -> None:
-        """Encode a shard, unless it is finished. Raises ValueError if its files are not text or have changed."""
+    def write(self, shard: Shard) -> bool:
+        """Encode a shard, unless it is finished. Returns whether it was.
+
+        Raises ValueError if its files are not text or have changed.
+        """
         if self.is_finished(shard):
-            return
+            return True
         path, unfinished = self.path(shard), self.folder / f"unfinished-{uuid.uuid4().hex}"
         table, flags = list[tuple[int, int, int]](), bytearray()
         try:
@@ -138,6 +138,7 @@ class ShardWriter:
                 file.comment = _seal(path, file)
             sync(unfinished)
             unfinished.replace(path)  # another process may have written the same
+            return False
         finally:
             unfinished.unlink(missing_ok=True)
 
@@ -154,14 +155,14 @@ def join(paths: list[Path], folder: Path, tokenizer: Tokenizer) -> tuple[Sidecar
     with ExitStack() as stack:
         sides = [[stack.enter_context(open_(folder / name, "wb")) for open_ in (open, _open_flags)] for name in FILES]
         for document in (document for path in paths for document in read_shard(path, dtype)):
-            head_N, tail_N = split.divide(document)
+            head, tail = split.divide(document)
             kinds.add(document.flags_N is not None)
-            for part_N, (tokens, flags) in zip((head_N, tail_N), sides, strict=True):
-                tokens.write(part_N.data)
-                if document.flags_N is not None:  # a chat is not divided
-                    flags.write(document.flags_N[: len(part_N)].data)
-            documents[len(tail_N) > 0] += 1
-            tail_bytes = num_bytes(tokenizer, tail_N) if len(head_N) else document.text_bytes
+            for part, (tokens, flags) in zip((head, tail), sides, strict=True):
+                tokens.write(part.tokens_N.data)
+                if part.flags_N is not None:
+                    flags.write(part.flags_N.data)
+            documents[len(tail.tokens_N) > 0] += 1
+            tail_bytes = num_bytes(tokenizer, tail.tokens_N) if len(head.tokens_N) else document.text_bytes
             text_bytes[0] += document.text_bytes - tail_bytes
             text_bytes[1] += tail_bytes
     if len(kinds) > 1:
@@ -320,31 +321,25 @@ def _prepare(
     chosen = given or BPETokenizer.train((piece for text in texts for piece, _ in split_lines(text)), vocab_size)
     chats = ChatOptions(ChatTemplate.find(files, chosen), train_on)
     writer = ShardWriter(unfinished / SHARDS, chosen, field, special_tokens, chats)
-    paths = [writer.path(shard) for shard in shards]
-    found = [shard for shard, path in zip(shards, paths, strict=True) if path.exists()]
-    finished = dict(zip(found, run_in_processes(writer.is_finished, found, workers), strict=True))
-    left = [shard for shard in shards if not finished.get(shard)]
-    size, hidden = sum(shard.size for shard in left), None if show else True
+    size, hidden, finished_before = sum(shard.size for shard in shards), None if show else True, 0
     with tqdm(desc="encoding", total=size, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
-        for shard, _ in zip(left, run_in_processes(writer.write, left, workers), strict=True):
+        for shard, was_finished in zip(shards, run_in_processes(writer.write, shards, workers), strict=True):
             bar.update(shard.size)
+            finished_before += was_finished
     result = unfinished / "result"
     shutil.rmtree(result, ignore_errors=True)
     result.mkdir()
     for name, content in {TOKENIZER_FILE: chosen.to_json(), **tokenizer_files(chosen)}.items():
         (result / name).write_bytes(content)
-    sidecars = join(paths, result, chosen)
+    sidecars = join([writer.path(shard) for shard in shards], result, chosen)
     result.replace(out)
     shutil.rmtree(unfinished)
-    return Prepared(chosen, sidecars, len(paths), len(paths) - len(left))
+    return Prepared(chosen, sidecars, len(shards), finished_before)
 
 
 def _unfinished(out: Path) -> Path:
     """Make the folder where the shards of `out` are until it is complete. Raises ValueError."""
     folder = Path(os.path.realpath(out))
     unfinished = folder.with_name(f".{folder.name}.unfinished")
-    try:
-        (unfinished / SHARDS).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write to --out {printable(out)}: {error.strerror}") from None
+    make_folder(unfinished / SHARDS, f"--out {printable(out)}")
     return unfinished

@@ -1,4 +1,4 @@
-"""Samples: chats that are read as wholes, packed into sequences, in place of windows of a stream.
+"""What sequences are made of: windows of a stream of text, or samples, such as chats, which are read as wholes.
 
 Samples of a sequence do not see each other, because a batch has the numbers of its documents. A sample of n tokens
 needs n - 1 positions: its last token is only a label. They are packed once, by best fit in decreasing order within a
@@ -16,11 +16,41 @@ import numpy as np
 
 from ..messages import plural
 from .chats import ChatOptions
-from .token_files import TokensOnDisk, TokenStream
+from .token_files import TokenStream
 
 LABEL, START = 1, 2
 """Flags of a token: train on it; it is the first of a sample."""
 WINDOW = 4096
+
+
+class Text:
+    """A stream of tokens, all of them labels. A sequence is a window anywhere in it."""
+
+    all_labeled, packing, description = True, False, ""
+
+    def __init__(self, tokens_N: TokenStream):
+        self.streams = (tokens_N,)
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return len(self.streams[0])
+
+    def num_places(self, seq_len: int) -> int:
+        """The number of places where a sequence may start."""
+        return len(self) - seq_len
+
+    def drawn(self, _seed: int, _number: int, drawn: int) -> int:
+        """The place of the sequence with this number of a run. drawn: a random place."""
+        return drawn
+
+    def spaced(self, number: int, seq_len: int) -> np.ndarray:
+        """The places of `number` sequences, spaced evenly."""
+        return np.linspace(0, len(self) - seq_len - 1, number).astype(np.int64)
+
+    def read(self, place: int, inputs_S: np.ndarray, labels_S: np.ndarray, documents_S: np.ndarray) -> None:
+        """Fill in the sequence at a place, as one document."""
+        tokens = self.streams[0][place : place + len(inputs_S) + 1]
+        inputs_S[:], labels_S[:], documents_S[:] = tokens[:-1], tokens[1:], 0
 
 
 class Samples:
@@ -30,11 +60,13 @@ class Samples:
     Raises ValueError for a sample that is too long, if `options` do not say what to do with it.
     """
 
+    all_labeled = False
+
     def __init__(
         self, tokens_N: TokenStream, flags_N: TokenStream, seq_len: int, options: ChatOptions,
         place: Callable[[int], str],
     ):  # fmt: skip
-        self.tokens_N, self.flags_N, self.seq_len, self.packing = tokens_N, flags_N, seq_len, options.packing
+        self.streams, self.seq_len, self.packing = (tokens_N, flags_N), seq_len, options.packing
         flags = flags_N[:]
         self.firsts_D = np.flatnonzero(flags & START)
         self.sizes_D = np.diff(self.firsts_D, append=len(flags)) - 1
@@ -54,27 +86,29 @@ class Samples:
 
     def __len__(self) -> int:
         """The number of tokens."""
-        return len(self.tokens_N)
+        return len(self.streams[0])
 
-    def drawn(self, seed: int, number: int) -> int:
+    def num_places(self, _seq_len: int) -> int:
+        return len(self.sequences)
+
+    def drawn(self, seed: int, number: int, _drawn: int) -> int:
         """The sequence with this number of a run, from 0. Each pass has every sequence once."""
         turn, place = divmod(number, len(self.sequences))
         return int(_order(seed, turn, len(self.sequences))[place])
+
+    def spaced(self, number: int, _seq_len: int) -> np.ndarray:
+        """Of few packed sequences, each is used about as often."""
+        return np.arange(number) * len(self.sequences) // max(number, 1)
 
     def read(self, sequence: int, inputs_S: np.ndarray, labels_S: np.ndarray, documents_S: np.ndarray) -> None:
         """Fill in a sequence. Positions without a sample keep their values."""
         at = 0
         for number, sample in enumerate(self.sequences[sequence]):
             first, size = int(self.firsts_D[sample]), int(self.sizes_D[sample])
-            tokens, flags = (stream[first : first + size + 1] for stream in (self.tokens_N, self.flags_N))
+            tokens, flags = (stream[first : first + size + 1] for stream in self.streams)
             part, at = slice(at, at + size), at + size
             inputs_S[part], documents_S[part] = tokens[:-1], number
             labels_S[part] = np.where(flags[1:] & LABEL, tokens[1:].astype(np.int64), -100)
-
-    def check_unchanged(self) -> None:
-        for stream in (self.tokens_N, self.flags_N):
-            if isinstance(stream, TokensOnDisk):
-                stream.file.check_unchanged()
 
     @property
     def description(self) -> str:

@@ -8,9 +8,8 @@ Text is read into memory and encoded at the start. Token ids stay on disk, so th
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import wraps
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,16 +18,14 @@ from . import stores
 from .batches import Source, TextData
 from .chats import NO_TEMPLATE, ChatOptions
 from .documents import Documents, list_files
-from .encode import EncodedDocument, encode_documents
-from .held_out import Split, held_out_size
-from .samples import Samples
+from .encode import EncodedDocument, Split, encode_documents, held_out_size
+from .samples import Samples, Text
 from .token_files import HELD_OUT_FILES, TRAIN_FILE, TokenFile, TokensOnDisk, TokenStream
 from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, digest, num_bytes
 
 SAMPLE = 1 << 20
 """Tokens of held-out text that are decoded to find the bytes per token."""
 _TRIES, _PAUSE_S = 10, 0.05
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -50,12 +47,12 @@ def load_data(
     """
     entries = [split_weight(entry) for entry in ([sources] if isinstance(sources, str) else sources or [""])]
     places = {name: _locate(name) for name, _ in entries}
-    opened = {name: _open_token_files(place, dtype) for name, place in places.items()}
+    opened = {name: _while_unchanged(_open_token_files, place, dtype) for name, place in places.items()}
     tokenizer = _common_tokenizer(opened, vocab_size or np.iinfo(dtype).max + 1, tokenizer)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ValueError(f"--data ({tokenizer}) needs model.vocab_size {tokenizer.vocab_size}: got {vocab_size}")
     options = field, tokenizer, special_tokens, chats
-    texts = {name: _read_text(places[name], *options) for name, files in opened.items() if not files}
+    texts = {name: _while_unchanged(_read_text, places[name], *options) for name, files in opened.items() if not files}
     splits = {
         are_chats: Split.of(
             (((d.hash, len(d.tokens_N)) for d in text) for _, text in texts.values() if _are_chats(text) == are_chats),
@@ -65,20 +62,15 @@ def load_data(
     }  # fmt: skip
     loaded = []
     for name, weight in entries:
-        if opened[name]:
-            train, held_out = _streams(opened[name], tokenizer, seq_len, chats)
-            size = None if isinstance(held_out, Samples) else _bytes_per_token(held_out, tokenizer, opened[name][-1])
-            what = f"; {train.description}" if isinstance(train, Samples) else ""
-            source = Source(name, weight, train, held_out, what, size)
+        if files := opened[name]:
+            train, held_out = _sides_of_files(files, tokenizer, seq_len, chats)
+            what, skipped = train.description, ""
         else:
             documents, text = texts[name]
-            if _are_chats(text):
-                train, held_out = _samples(text, splits[True], seq_len, chats)
-                size, what = None, f"; {train.description}"
-            else:
-                train, held_out = map(np.concatenate, zip(*map(splits[False].divide, text), strict=True))
-                size, what = _bytes_per_token(held_out, tokenizer), f"; {plural(len(text), 'document')}"
-            source = Source(name, weight, train, held_out, what + documents.describe_skipped(), size)
+            train, held_out = _sides_of_text(text, splits[_are_chats(text)], seq_len, chats)
+            what, skipped = train.description or plural(len(text), "document"), documents.describe_skipped()
+        size = _bytes_per_token(held_out, tokenizer, files[-1] if files else None)
+        source = Source(name, weight, train, held_out, f"; {what}" * bool(what) + skipped, size)
         _check_length(source, seq_len, "bytes" if tokenizer is BYTES else "tokens")
         loaded.append(source)
     return TextData(tuple(loaded), tokenizer)
@@ -94,14 +86,14 @@ def read_stream(
     those of `load_data`. Raises ValueError if the source is empty or broken, and for token ids of another tokenizer.
     """
     source = _locate(source)
-    if files := _open_token_files(source, dtype):
+    if files := _while_unchanged(_open_token_files, source, dtype):
         file = files[-1] if os.path.isdir(source) else files[0]
         found = file.tokenizer(tokenizer.vocab_size)
         if digest(found) != digest(tokenizer):
             raise ValueError(f"{printable(file.path)} has the tokenizer {found}, but the model has {tokenizer}")
         file.scan_if_small(tokenizer.vocab_size)
         return file.tokens_N, file.flags_N
-    encoded = _read_text(source, field, tokenizer, special_tokens, chats)[1]
+    _, encoded = _while_unchanged(_read_text, source, field, tokenizer, special_tokens, chats)
     flags = [document.flags_N for document in encoded if document.flags_N is not None]
     return np.concatenate([document.tokens_N for document in encoded]), np.concatenate(flags) if flags else None
 
@@ -139,30 +131,24 @@ def _locate(source: str) -> str:
         raise ValueError(f"--data {printable(source)} cannot be copied: {reason}") from None
 
 
-def _while_unchanged(read: Callable[P, T]) -> Callable[P, T]:
-    """Read a source (the first argument) again after an error, until its files are as at the error before.
+def _while_unchanged(read: Callable[..., T], source: str, *options: Any) -> T:
+    """`read(source, *options)`, again after an error, until the files of the source are as at the error before.
 
     At most _TRIES times. Without an error, files are not listed: of the standard library, this takes a second.
     """
-
-    @wraps(read)
-    def read_again(*args: P.args, **options: P.kwargs) -> T:
-        before = None
-        for tries_left in range(_TRIES - 1, -1, -1):
-            try:
-                return read(*args, **options)
-            except ValueError:
-                files = list_files(str(args[0])) if args[0] else before
-                if files == before or not tries_left:
-                    raise
-                before = files
-                time.sleep(_PAUSE_S)  # one file may be replaced after another
-        raise AssertionError
-
-    return read_again
+    before = None
+    for tries_left in range(_TRIES - 1, -1, -1):
+        try:
+            return read(source, *options)
+        except ValueError:
+            files = list_files(source) if source else before
+            if files == before or not tries_left:
+                raise
+            before = files
+            time.sleep(_PAUSE_S)  # one file may be replaced after another
+    raise AssertionError
 
 
-@_while_unchanged
 def _open_token_files(name: str, dtype: str) -> list[TokenFile]:
     """If `name` is token ids, the training file, and then the held-out file if there is one.
 
@@ -179,7 +165,6 @@ def _open_token_files(name: str, dtype: str) -> list[TokenFile]:
     return [TokenFile.open(file, dtype) for file in (path, *[*filter(_is_described, beside)][:1])]
 
 
-@_while_unchanged
 def _read_text(
     name: str, field: str, tokenizer: Tokenizer, special_tokens: bool, chats: ChatOptions
 ) -> tuple[Documents, list[EncodedDocument]]:
@@ -190,27 +175,24 @@ def _read_text(
     return documents, encoded
 
 
-def _are_chats(encoded: list[EncodedDocument]) -> bool:
+def _are_chats(encoded: Sequence[EncodedDocument]) -> bool:
     return encoded[0].flags_N is not None
 
 
-def _samples(
+def _sides_of_text(
     encoded: Sequence[EncodedDocument], split: Split, seq_len: int, options: ChatOptions
-) -> tuple[Samples, Samples]:
-    """The chats to train on, and those that are held out."""
-    held_out = [split.tail(document.hash, len(document.tokens_N)) > 0 for document in encoded]
-    sides = [[d for d, held in zip(encoded, held_out, strict=True) if held == side] for side in (False, True)]
-    if not all(sides):
-        raise ValueError(f"{encoded[0].place}: only one chat: use at least two, of which one is held out")
-    train, validation = (
-        Samples(
-            np.concatenate([d.tokens_N for d in side]),
-            np.concatenate([d.flags_N for d in side if d.flags_N is not None]), seq_len, options,
-            lambda number, side=side: side[number].place,
-        )
-        for side in sides
-    )  # fmt: skip
-    return train, validation
+) -> list[Text | Samples]:
+    """The documents to train on, and those that are held out."""
+    found = list[Text | Samples]()
+    for side in zip(*map(split.divide, encoded), strict=True):
+        kept = [document for document in side if len(document.tokens_N)]
+        flags = [document.flags_N for document in kept if document.flags_N is not None]
+        if not kept and _are_chats(encoded):
+            raise ValueError(f"{encoded[0].place}: only one chat: use at least two, of which one is held out")
+        tokens_N = np.concatenate([document.tokens_N for document in side])
+        place = [document.place for document in kept].__getitem__
+        found.append(Samples(tokens_N, np.concatenate(flags), seq_len, options, place) if flags else Text(tokens_N))
+    return found
 
 
 def _is_described(path: Path) -> bool:
@@ -234,46 +216,42 @@ def _common_tokenizer(opened: dict[str, list[TokenFile]], vocab_size: int, of_te
     return chosen
 
 
-def _streams(
+def _sides_of_files(
     files: list[TokenFile], tokenizer: Tokenizer, seq_len: int, options: ChatOptions
-) -> tuple[TokenStream, TokenStream] | tuple[Samples, Samples]:
+) -> list[Text | Samples]:
     """The training and held-out tokens of a source of token ids."""
     for file in files:
         file.scan_if_small(tokenizer.vocab_size)
-    if any(file.flags_N is not None for file in files):
-        train, held_out = (
-            Samples(
-                file.tokens_N, file.flags_N, seq_len, options,
-                lambda number, file=file: f"{printable(file.path)}: chat {number + 1}",
-            )
-            for file in (files[0], files[-1]) if file.flags_N is not None
-        )  # fmt: skip
-        return train, held_out
-    if len(files) == 2:
-        return files[0].tokens_N, files[1].tokens_N
-    count, whole = len(files[0].tokens_N), (files[0].tokens_N.file, files[0].tokens_N.dtype)
-    cut = count - held_out_size(count, seq_len + 1)
-    return TokensOnDisk(*whole, 0, cut), TokensOnDisk(*whole, cut, count)
+    if len(files) == 1 and files[0].flags_N is None:
+        count, whole = len(files[0].tokens_N), (files[0].tokens_N.file, files[0].tokens_N.dtype)
+        cut = count - held_out_size(count, seq_len + 1)
+        return [Text(TokensOnDisk(*whole, 0, cut)), Text(TokensOnDisk(*whole, cut, count))]
+    return [
+        Text(file.tokens_N) if file.flags_N is None else Samples(
+            file.tokens_N, file.flags_N, seq_len, options,
+            lambda number, file=file: f"{printable(file.path)}: chat {number + 1}",
+        )
+        for file in (files[0], files[-1])
+    ]  # fmt: skip
 
 
-def _bytes_per_token(held_out: TokenStream, tokenizer: Tokenizer, file: TokenFile | None = None) -> float | None:
+def _bytes_per_token(held_out: Text | Samples, tokenizer: Tokenizer, file: TokenFile | None) -> float | None:
+    if isinstance(held_out, Samples):
+        return None
     if file and file.sidecar:
         return file.sidecar.bytes / file.sidecar.tokens
-    sample = held_out[:SAMPLE]
+    sample = held_out.streams[0][:SAMPLE]
     return None if isinstance(tokenizer, UnknownTokenizer) else num_bytes(tokenizer, sample) / max(len(sample), 1)
 
 
 def _check_length(source: Source, seq_len: int, unit: str) -> None:
-    if isinstance(source.train, Samples) and isinstance(source.held_out, Samples):
-        if not (source.train.sequences and source.held_out.sequences):
-            raise ValueError(
-                f"--data {printable(source.name)}: all chats on one side are too long: use a larger --seq-len"
-            )
+    train, held_out = source.train, source.held_out
+    if min(train.num_places(seq_len), held_out.num_places(seq_len)) > 0:
         return
-    train, held_out = len(source.train), len(source.held_out)
-    if min(train, held_out) < seq_len + 1:
-        shorter = min(train, held_out) - 1
-        raise ValueError(
-            f"too little text in --data {printable(source.name)}: {train} {unit} for training and {held_out} held out, "
-            f"but one sequence needs {seq_len + 1}; use more text{f' or --seq-len {shorter}' * (shorter > 0)}"
-        )
+    name, shorter = printable(source.name), min(len(train), len(held_out)) - 1
+    if isinstance(train, Samples):
+        raise ValueError(f"--data {name}: all chats on one side are too long: use a larger --seq-len")
+    raise ValueError(
+        f"too little text in --data {name}: {len(train)} {unit} for training and {len(held_out)} held out, "
+        f"but one sequence needs {seq_len + 1}; use more text{f' or --seq-len {shorter}' * (shorter > 0)}"
+    )

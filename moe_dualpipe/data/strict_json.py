@@ -66,6 +66,12 @@ def read_bytes(path: Path, follow_links: bool = True) -> bytes:
     return path.read_bytes()
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a small file in UTF-8. Raises ValueError, "cannot read PATH: ..."."""
+    with reading(path):
+        return read_bytes(path).decode()
+
+
 def read_file(path: Path, follow_links: bool = True) -> Any:
     """Return the value in a JSON file. Arguments and errors: as in `read_bytes`."""
     return parse(read_bytes(path, follow_links))
@@ -78,6 +84,11 @@ def read_named(path: Path, kind: Any = Any) -> Any:
     """
     with reading(path):
         return msgspec.convert(read_file(path), kind)
+
+
+def read_if_there(path: Path, kind: Any = Any) -> Any:
+    """`read_named`, or None without such a file."""
+    return read_named(path, kind) if path.is_file() else None
 
 
 @contextmanager

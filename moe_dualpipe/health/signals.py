@@ -14,8 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .program import program_name
-from .report import end_process, print_now
+from .report import end_process, print_now, program_name
 
 ORDERS = (signal.SIGINT, signal.SIGTERM)
 STOP_SIGNALS = (*ORDERS, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)

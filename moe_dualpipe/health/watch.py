@@ -21,11 +21,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import error_text, fault_of, in_context, out_of_files
-from .deadline import Deadline
-from .heartbeat import SAVING, CodePosition, Heartbeat, Progress, pid_namespace
-from .program import program_name
-from .report import end_process, report_error
-from .waits import describe_waits
+from .heartbeat import SAVING, CodePosition, Heartbeat, Progress, describe_waits, pid_namespace
+from .report import Deadline, end_process, program_name, report_error
 
 PATIENCE = 10.0
 """Seconds without a heartbeat until a rank counts as dead; at most half of the timeout."""

@@ -1,8 +1,6 @@
 """Text generation with a key/value cache, in one process or through a pipeline; the loss of given text."""
 
-from .eval_mode import eval_mode
-from .expert_ranks import ExpertRanks
-from .generation import generate, prefill, printable_text
+from .generation import ExpertRanks, eval_mode, generate, prefill, printable_text
 from .pipelined import generate_through_pipeline
 from .sampling import Sampling
 from .scoring import stream_losses, token_losses

@@ -3,7 +3,8 @@
 Each answer reads the whole conversation again: a template may render earlier messages differently from turn to turn.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -11,30 +12,10 @@ from torch import Tensor
 from ..data import Tokenizer
 from ..data.chats import Chat, ChatTemplate
 from ..models import TransformerStage
-from .eval_mode import eval_mode
-from .generation import Batch, decoding, printable_text
-from .sampling import Sampling, generators
+from .generation import generate, printable_text
+from .sampling import Sampling
 
 EXIT = "/exit"
-
-
-@torch.no_grad()
-def stream(
-    model: TransformerStage, prompt_S: Tensor, num_tokens: int, max_length: int, sampling: Sampling, seed: int,
-    stops: Sequence[int],
-) -> Iterator[int]:  # fmt: skip
-    """Yield the tokens that follow a prompt, up to one of `stops`. Arguments and errors are those of `generate`."""
-    steps = decoding([prompt_S], num_tokens, max_length, model.config.vocab_size, stops)
-    batch = Batch([0], steps, generators(seed, 1))
-    with eval_mode([model]):
-        while batch.result is None:
-            batch.cache.length = batch.past
-            output = model(batch.new_BS, None, batch.cache)
-            next_B = sampling.draw(model.logits(output[:, -1]), batch.random, batch.wanted)
-            if (token := int(next_B[0])) in stops:
-                return
-            yield token
-            batch.advance(next_B)
 
 
 def converse(
@@ -59,15 +40,29 @@ def converse(
         messages.append({"role": "user", "content": text})
         prompt = template.text(Chat("the conversation", messages), prompt=True)
         ids = torch.from_numpy(tokenizer.encode_batch([prompt], special_tokens=True)[0].astype("int64")).to(device)
-        tokens, shown = list[int](), ""
-        try:
-            for token in stream(model, ids, num_tokens, max_length, sampling, seed + len(messages), stops):
-                tokens.append(token)
-                answer = tokenizer.decode(tokens)
-                if not answer.endswith("\ufffd"):  # part of a character
-                    print(printable_text(answer[len(shown) :]), end="", flush=True)
-                    shown = answer
-        except KeyboardInterrupt:
-            pass
+        tokens = answer(model, tokenizer, ids, num_tokens, max_length, sampling, seed + len(messages), stops)
         print()
         messages.append({"role": "assistant", "content": tokenizer.decode(tokens)})
+
+
+def answer(
+    model: TransformerStage, tokenizer: Tokenizer, prompt_S: Tensor, num_tokens: int, max_length: int,
+    sampling: Sampling, seed: int, stops: Sequence[int],
+) -> list[int]:  # fmt: skip
+    """Print the text that follows a prompt as it comes, and return its tokens. Ctrl-C ends it."""
+    tokens, shown = list[int](), ""
+
+    def show(next_B: Tensor) -> None:
+        nonlocal shown
+        if (token := int(next_B[0])) in stops:
+            return
+        tokens.append(token)
+        text = tokenizer.decode(tokens)
+        if not text.endswith("\ufffd"):  # part of a character
+            print(printable_text(text[len(shown) :]), end="", flush=True)
+            shown = text
+
+    drawing = sampling.temperature, sampling.top_k, sampling.top_p, seed
+    with suppress(KeyboardInterrupt):
+        generate(model, [prompt_S], num_tokens, max_length, *drawing, stops, on_tokens=show)
+    return tokens

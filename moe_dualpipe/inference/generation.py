@@ -12,22 +12,89 @@ B sequences, S positions, N tokens to generate, V vocabulary.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from ..expert_parallel.gather import gather_objects
 from ..messages import check_range
 from ..models import KVCache, MoE, TransformerStage
-from .eval_mode import eval_mode
-from .expert_ranks import ExpertRanks
 from .sampling import Sampling, generators
 
+Value = TypeVar("Value")
 Steps = Generator[tuple[Tensor, int, list[bool]], Any, Tensor]
 """Yields the tokens [B, S] that follow the cached positions, the number of these, and which rows need their next token.
 It is sent the next token of each row, [B]. Returns the new tokens, [B, N]."""
+
+
+# ---- Ranks that share experts ----
+#
+# A dispatch needs all ranks. So they run the same number of forwards, divided into micro-batches in the same way. A
+# rank without sequences left runs empty forwards.
+#
+# Two micro-batches hide each other's dispatch and combine. That pays if transfers go on while a rank computes, and if
+# some rank has two sequences. Otherwise there is one micro-batch, whose products are larger.
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRanks:
+    """The ranks of `group`; None: all ranks of torch.distributed. alone: only this one.
+
+    in_background: there are transfers, and they go on while this process computes (`DividedExperts.in_background`).
+    """
+
+    in_background: bool
+    group: dist.ProcessGroup | None = None
+    alone: bool = False
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group) if dist.is_initialized() and not self.alone else 1
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group) if self.size > 1 else 0
+
+    def micro_batches(self, sequences: int) -> int:
+        """The number of micro-batches that take turns. sequences: those of the rank with the most."""
+        return 2 if self.in_background and sequences >= 2 else 1
+
+    def most(self, number: int) -> int:
+        """The largest number of any rank. Collective."""
+        return max(self.gather(number))  # not all_reduce: a group may have NCCL alone, which takes no numbers of a CPU
+
+    def gather(self, mine: Value) -> list[Value]:
+        """The values of all ranks. Collective."""
+        return gather_objects(mine, self.group) if self.size > 1 else [mine]
+
+
+ALONE = ExpertRanks(in_background=False, alone=True)
+
+
+# ---- One forward ----
+
+
+@contextmanager
+def eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside this context, the modules are in evaluation mode: dropout is off, and running statistics do not change.
+
+    Afterwards, each submodule gets its own mode back.
+    """
+    roots = [*modules]
+    before = [(part, part.training) for root in roots for part in root.modules()]
+    for root in roots:
+        root.eval()
+    try:
+        yield
+    finally:
+        for part, training in before:  # parents come first: `train` also changes submodules
+            if part.training != training:
+                part.train(training)
 
 
 @torch.no_grad()
@@ -51,7 +118,7 @@ def generate(
     model: TransformerStage, prompts: Tensor | Sequence[Tensor], num_tokens: int, max_length: int,
     temperature: float = 0.8, top_k: int | None = None, top_p: float = 1.0, seed: int = 0,
     stop: int | Sequence[int] | None = None, first: int = 0, batch_size: int | None = None,
-    ranks: ExpertRanks | None = None,
+    ranks: ExpertRanks | None = None, on_tokens: Callable[[Tensor], object] = lambda _: None,
 ) -> Tensor:  # fmt: skip
     """Return the `num_tokens` tokens that follow each prompt: [B, N].
 
@@ -60,7 +127,8 @@ def generate(
     that ends a sequence, or several; the rest of the row is filled with the first. first: the number of texts on lower
     ranks, for the same random numbers on any number of ranks. batch_size: the most texts at a time; None: all. ranks:
     the ranks that share the experts, each with prompts of its own, or none; `batch_size` is the same on all. None: all
-    ranks of torch.distributed if the experts are spread, otherwise this rank alone.
+    ranks of torch.distributed if the experts are spread, otherwise this rank alone. on_tokens: called with the next
+    token of each text of a batch, as soon as it is drawn.
 
     Raises ValueError for a stage that is not a whole model, for prompts that are empty or have invalid token ids, and
     for invalid numbers.
@@ -97,10 +165,11 @@ def generate(
             outputs = model.interleaved_forward(model, inputs[0], model, inputs[1])
         else:
             outputs = (model(*inputs[0]),)
-        return [
-            sampling.draw(model.logits(output[:, -1]), batch.random, batch.wanted)
-            for batch, output in zip(running, outputs, strict=False)
-        ]
+        drawn = []
+        for batch, output in zip(running, outputs, strict=False):
+            drawn.append(sampling.draw(model.logits(output[:, -1]), batch.random, batch.wanted))
+            on_tokens(drawn[-1])
+        return drawn
 
     with eval_mode([model]):
         run_batches(batches, in_turn, next_tokens, ranks)

@@ -16,9 +16,7 @@ from ..models.context_parallel import without_context
 from ..pipeline import Pipeline
 from ..runtime import Executor, TensorSpec
 from ..schedule import Forward, Placement, Schedule
-from .eval_mode import eval_mode
-from .expert_ranks import ALONE
-from .generation import Batch, decoding, run_batches
+from .generation import ALONE, Batch, decoding, eval_mode, run_batches
 from .sampling import Sampling, generators
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,21 +21,12 @@ from tqdm import tqdm
 
 from ..data import Tokenizer, UnknownTokenizer, num_bytes
 from ..data.samples import LABEL, START
+from ..data.token_files import TokenStream
 from ..expert_parallel.gather import first_fault
 from ..messages import check_range
 from ..models import TransformerStage
 from ..models.load_statistics import counted_loads, describe_loads, sum_of_ranks
-from .eval_mode import eval_mode
-from .expert_ranks import ALONE, ExpertRanks
-from .generation import in_halves
-
-
-class Tokens(Protocol):
-    """Token ids with a length and slices: an array, or a file."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: slice, /) -> Any: ...
+from .generation import ALONE, ExpertRanks, eval_mode, in_halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +72,7 @@ def token_losses(
 
 
 def stream_losses(
-    model: TransformerStage, tokens: Tokens, seq_len: int, stride: int | None = None, batch_size: int = 8,
+    model: TransformerStage, tokens: TokenStream, seq_len: int, stride: int | None = None, batch_size: int = 8,
     ranks: ExpertRanks = ALONE, firsts: Sequence[int] = (0,),
 ) -> Iterator[Tensor]:  # fmt: skip
     """Yield the losses of all tokens of a text but the first: in order, one batch at a time, in nats, in fp32.
@@ -139,19 +129,18 @@ class Perplexity:
     """How evenly the experts were used, in one line."""
 
     def __str__(self) -> str:
-        lines = [f"loss {self.loss:.4f} nats per token", f"perplexity {self.perplexity:,.3f}"]
-        if self.bits_per_byte is not None:
-            lines.append(f"{self.bits_per_byte:.4f} bits per byte")
-        window = f"{self.tokens:,} tokens in windows of {self.seq_len}"
-        if self.stride < self.seq_len:
-            window += f", every {self.stride}"
-        lines += [self.expert_loads] * bool(self.expert_loads)
-        return "\n".join([*lines, f"{window}; {self.tokens_per_second:,.0f} tokens/s"])
+        every = f", every {self.stride}" if self.stride < self.seq_len else ""
+        lines = (
+            f"loss {self.loss:.4f} nats per token", f"perplexity {self.perplexity:,.3f}",
+            "" if self.bits_per_byte is None else f"{self.bits_per_byte:.4f} bits per byte", self.expert_loads,
+            f"{self.tokens:,} tokens in windows of {self.seq_len}{every}; {self.tokens_per_second:,.0f} tokens/s",
+        )  # fmt: skip
+        return "\n".join(filter(None, lines))
 
 
 def perplexity(
-    model: TransformerStage, tokenizer: Tokenizer, tokens: Tokens, seq_len: int, stride: int, batch_size: int,
-    ranks: ExpertRanks = ALONE, flags_N: Tokens | None = None,
+    model: TransformerStage, tokenizer: Tokenizer, tokens: TokenStream, seq_len: int, stride: int, batch_size: int,
+    ranks: ExpertRanks = ALONE, flags_N: TokenStream | None = None,
 ) -> Perplexity:  # fmt: skip
     """The perplexity of a model on a text of token ids. All tokens but the first are scored. See `stream_losses`.
 

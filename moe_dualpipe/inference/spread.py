@@ -22,7 +22,7 @@ from ..models.custom_layers import named_parameters
 from ..runtime.groups import EXPERTS, create_group
 from ..runtime.shared_errors import build_on_all_ranks
 from ..runtime.world import World
-from .expert_ranks import ALONE, ExpertRanks
+from .generation import ALONE, ExpertRanks
 
 
 def open_spread(

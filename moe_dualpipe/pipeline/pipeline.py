@@ -41,12 +41,11 @@ from ..runtime.layout import Layout, check_cp, check_ep, divisors
 from ..runtime.learning_rate import OptimizerConfig
 from ..runtime.memory import queue_copy
 from ..runtime.optimizer import Optimizer
-from ..runtime.replicas import gradient_norm, replica_sets
+from ..runtime.replicas import Shards, gradient_norm, replica_sets
 from ..runtime.shared_errors import build_on_all_ranks
 from ..runtime.stage import Criterion
 from ..runtime.stage_sums import GradientSums, StageOrder
 from ..runtime.warm_up import load_kernels
-from ..runtime.zero import Shards
 from ..schedule import Action, Schedule
 from .balance import Balance
 from .labels import Batch, StepLabels, all_equal, check_shape, checksum_terms, step_labels, token_ids

@@ -9,9 +9,10 @@ sent with gloo, because an NCCL kernel would wait for the queued computation and
 """
 
 import itertools
+import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -65,6 +66,21 @@ def rendezvous(launch: Launch, timeout: float | None) -> dist.Store:
         raise ValueError(f"rank {launch.rank} does not reach the other ranks: {reason}: {way_out}") from None
     attempt = launch.restarts if _agents_share_store() else 0
     return dist.PrefixStore(f"attempt {attempt}, meeting {next(_meetings)}", store)
+
+
+def decide_for_all(
+    store: dist.Store, launch: Launch, name: str, own: object, decide: Callable[[list[Any]], list[Any]]
+) -> Any:
+    """What the first rank decides for this one, before there is a process group. Collective.
+
+    own: what this rank tells. decide: what holds for each rank, from what all have told. Both are sent as JSON.
+    """
+    store.set(f"{name}/{launch.rank}", json.dumps(own))
+    if launch.rank == 0:
+        told = [json.loads(store.get(f"{name}/{rank}")) for rank in range(launch.world_size)]
+        for rank, decision in enumerate(decide(told)):
+            store.set(f"{name} decided/{rank}", json.dumps(decision))
+    return json.loads(store.get(f"{name} decided/{launch.rank}"))
 
 
 def _agents_share_store() -> bool:

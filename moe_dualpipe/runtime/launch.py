@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..messages import plural, quoted
+from ..messages import Rule, plural, quoted, refuse
 
 if TYPE_CHECKING:
     import torch
@@ -66,15 +66,17 @@ def choose_device(wanted: str, gpus: int, processes: int) -> str:
 
     Raises ValueError for another `wanted`, and for cuda with fewer GPUs than processes.
     """
-    if wanted not in ("cpu", "cuda", "auto"):
-        raise ValueError(f"--device must be cpu, cuda or auto: got {wanted!r}")
-    if wanted == "cuda" and not gpus:
-        raise ValueError("--device cuda: torch finds no GPU on this machine; use --device cpu")
-    if wanted == "cuda" and gpus < processes:
-        raise ValueError(
+    refuse((
+        Rule(wanted not in ("cpu", "cuda", "auto"), f"--device must be cpu, cuda or auto: got {wanted!r}"),
+        Rule(
+            wanted == "cuda" and not gpus, "--device cuda: torch finds no GPU on this machine; use --device cpu"
+        ),
+        Rule(
+            wanted == "cuda" and gpus < processes,
             f"--device cuda needs a GPU for each process, but there are {plural(processes, 'process', 'es')} and "
-            f"{plural(gpus, 'GPU')} here: start at most {plural(gpus, 'process', 'es')}, or use --device cpu"
-        )
+            f"{plural(gpus, 'GPU')} here: start at most {plural(gpus, 'process', 'es')}, or use --device cpu",
+        ),
+    ))  # fmt: skip
     if wanted == "auto":
         return "cuda" if gpus >= processes else "cpu"
     return wanted

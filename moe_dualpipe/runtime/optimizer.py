@@ -2,7 +2,7 @@
 
 Gradients are fp32 for parameters of any dtype (`grad_dtype`). For a bf16 model the optimizer keeps fp32 master weights
 and rounds them into the model after each step; for an fp32 model the parameters are the master weights. State is
-stored per owned tensor (runtime/zero.py) whether it is divided or not, so both cases do the same operations on the same
+stored per owned tensor (replicas.py) whether it is divided or not, so both cases do the same operations on the same
 shapes and give bit-identical results.
 
 Frozen parameters (`requires_grad=False`) have no state and are never updated. They are saved in the dtype of the model.
@@ -21,9 +21,8 @@ from torch import Tensor
 from .background import Background
 from .learning_rate import OptimizerConfig
 from .muon import Muon
-from .replicas import ReplicaSet, check_frozen
+from .replicas import OwnedTensor, ReplicaSet, Shards, check_frozen
 from .stage_sums import StageOrder, WeightGathers
-from .zero import OwnedTensor, Shards
 
 Rows = slice | EllipsisType
 

@@ -21,10 +21,8 @@ from ..overlap.annotation import annotation
 from ..overlap.labels import GATHER_WEIGHTS, SUM_GRADIENTS, WAIT_FOR
 from ..schedule import Schedule
 from ..schedule.stage_order import order_of_completion, order_of_use
-from .background import Background
-from .collectives import AllGather, ReduceScatter
-from .replicas import ReplicaSet
-from .zero import Shards
+from .background import AllGather, Background, ReduceScatter
+from .replicas import ReplicaSet, Shards
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ So the ranks tell the rendezvous store where they are, rank 0 chooses the order,
 Rank 0 stays rank 0.
 """
 
-import json
 import re
 import socket
 from collections import Counter
@@ -17,12 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from .. import __version__
 from ..messages import plural
-from .groups import rendezvous
+from .groups import decide_for_all, rendezvous
 from .launch import Launch
-from .versions import other_versions, own_versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +60,17 @@ def place(
     if launch.local_world_size == launch.world_size:
         return Placed(launch, store)
     store = store or rendezvous(launch, timeout)
-    own, size = f"place/{launch.rank}", launch.world_size
-    store.set(own, json.dumps([socket.gethostname(), own_versions()]))
-    if launch.rank == 0:
-        reported = [json.loads(store.get(f"place/{rank}")) for rank in range(size)]
+
+    def decide(reported: list[tuple[str, Versions]]) -> list[Any]:
         problem = other_versions(reported)
         places = find_domains([machine for machine, _ in reported], nodes_per_domain or 1)
-        order = [*range(size)] if problem else placement_order(places, ep)
-        groups = [[places[rank] for rank in order[i : i + ep]] for i in range(0, size, ep)]
+        order = [*range(len(places))] if problem else placement_order(places, ep)
+        groups = [[places[rank] for rank in order[i : i + ep]] for i in range(0, len(order), ep)]
         text, span = describe(groups, order), max(len({p.machine for p in group}) for group in groups)
-        for new, old in enumerate(order):
-            store.set(f"placed/{old}", json.dumps([new, text, span, problem]))
-    new, text, span, problem = json.loads(store.get(f"placed/{launch.rank}"))
+        return [[order.index(old), text, span, problem] for old in range(len(order))]
+
+    own = socket.gethostname(), own_versions()
+    new, text, span, problem = decide_for_all(store, launch, "place", own, decide)
     return Placed(replace(launch, rank=new), store, text, span, problem)
 
 
@@ -141,3 +140,35 @@ def _kind(group: Sequence[RankPlace]) -> str:
 def _natural(name: str) -> list[tuple[bool, int, str]]:
     """A key for sorting in which gpu-9 comes before gpu-10."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
+
+
+# ---- Versions: other ones would compute something else, or wait for other messages ----
+
+Versions = dict[str, str]
+
+
+class OtherVersionsError(RuntimeError):
+    """Some machines have other versions than most."""
+
+
+def own_versions() -> Versions:
+    """The versions of this process that all ranks must have."""
+    return {"moe-dualpipe": __version__, "torch": str(torch.__version__)}
+
+
+def other_versions(reported: Sequence[tuple[str, Versions]]) -> str:
+    """What to tell the user if machines differ; "" if all agree.
+
+    reported: machine and versions of each rank. Of two kinds of equal number, that of the first rank counts as usual.
+    """
+    kinds = Counter(tuple(sorted(versions.items())) for _, versions in reported)
+    (usual, _), *others = kinds.most_common()
+    if not others:
+        return ""
+    example = next(machine for machine, versions in reported if versions == dict(usual))
+    odd = {machine: versions for machine, versions in reported if versions != dict(usual)}
+    machine, versions = next(iter(odd.items()))
+    differ = " and ".join(f"{name} {version}" for name, version in versions.items() if dict(usual).get(name) != version)
+    instead = " and ".join(version for name, version in usual if versions.get(name) != version)
+    more = f" (also others: {', '.join([*odd][1:4])})" if len(odd) > 1 else ""
+    return f"{machine} has {differ}{more}, but {instead} is on most, such as {example}: install the same version"

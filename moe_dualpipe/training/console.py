@@ -12,7 +12,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from ..checkpoint import PartialLoad, SaveResult
-from ..health.program import program_name, training_command
+from ..health.report import program_name, training_command
 from ..inference import printable_text
 from ..messages import plural, printable, shell_word, with_shown_names
 from ..models import split
@@ -20,10 +20,9 @@ from ..models.adapters import chosen_targets
 from ..runtime.launch import Launch
 from .extensions.balance import describe_balancing
 from .memory_check import memory_line
-from .metrics import Metrics, merged
+from .metrics import Metrics, Sink, merged
 from .options import words_to_resume
 from .resolve import Run
-from .sinks import Sink
 
 COMPILED = {"off": "", "on": ", torch.compile", "whole": ", torch.compile of whole micro-batches"}
 
@@ -63,7 +62,7 @@ class Console:
         compute, fp8 = config.compute, config.compute.fp8.replace("+", " and ")
         frozen, why = round(dense + experts) - round(trained), run.choice.changed.partition(": use")[0]
         lines = [
-            *([f"using another layout, because {why}"] if why else []),
+            why and f"using another layout, because {why}",
             f"model {printable(config.name)}: {(dense + experts) / 1e6:.2f} M parameters, {active / 1e6:.2f} M active"
             f"{f', {trained / 1e6:.2f} M trained, {frozen / 1e6:.2f} M frozen' if frozen else ''}",
             f"{run.choice.name} over {layout.pp} pipeline x {layout.dp} data-parallel ranks"
@@ -73,20 +72,12 @@ class Console:
             f"{', products in oneDNN' if numerics.products == 'onednn' else ''}"
             f"{f', {fp8} in FP8 ({compute.fp8_recipe})' if fp8 != 'off' else ''}"
             f"{COMPILED[compute.compile]}{', CUDA graphs' if compute.cuda_graphs else ''}",
-            *([run.machines] if run.machines else []),
+            run.machines,
             f"{config.optim.name}: {state_mb:,.1f} MB of optimizer state on the rank that needs the most",
+            describe_balancing(config.model, 0.0 if config.lora.rank else config.bias_rate),
+            self._adapters(),
+            memory_line(config, run.choice, numerics.dtype, run.device),
         ]
-        if balancing := describe_balancing(config.model, 0.0 if config.lora.rank else config.bias_rate):
-            lines.append(balancing)
-        if (lora := config.lora).rank:
-            width = numerics.dtype.itemsize
-            targets, size = ", ".join(chosen_targets(config.model, lora)), 12 + width + 4 * (width < 4)
-            lines.append(
-                f"adapters of rank {lora.rank} and scale {lora.scale:g} in {targets}: {size} bytes for each trained "
-                f"parameter with gradient and optimizer state, {width} for each frozen one"
-            )
-        if memory := memory_line(config, run.choice, numerics.dtype, run.device):
-            lines.append(memory)
         for index, stage in enumerate(split(config.model, run.schedule.num_stages, run.parallel.layers)):
             holders = run.schedule.placement.holders(index)
             where = f"rank{'s' * (len(holders) > 1)} {' and '.join(map(str, holders))}"
@@ -94,12 +85,23 @@ class Console:
         start = f"resumed from {printable(run.start.resume)}, " if run.start.resume else ""
         micro_batches = plural(run.schedule.num_micro_batches * layout.dp, "micro-batch", "es")
         tokens = config.batch.batch_size * config.batch.seq_len
-        lines += [printable(line, 1000) for line in run.text.description.split("\n")]
-        lines.append(
+        lines += [
+            *(printable(line, 1000) for line in run.text.description.split("\n")),
             f"{start}steps {run.start.first_step + 1} to {config.steps} of {micro_batches}, "
-            f"{plural(config.batch.batch_size, 'sequence')} and {tokens:,} tokens each"
+            f"{plural(config.batch.batch_size, 'sequence')} and {tokens:,} tokens each",
+        ]
+        self.say("\n".join(filter(None, lines)))
+
+    def _adapters(self) -> str:
+        """The adapters that are trained, in one line; "" without."""
+        lora, width = self.config.lora, self.run.numerics.dtype.itemsize
+        if not lora.rank:
+            return ""
+        targets, size = ", ".join(chosen_targets(self.config.model, lora)), 12 + width + 4 * (width < 4)
+        return (
+            f"adapters of rank {lora.rank} and scale {lora.scale:g} in {targets}: {size} bytes for each trained "
+            f"parameter with gradient and optimizer state, {width} for each frozen one"
         )
-        self.say("\n".join(lines))
 
     def loaded(self, partial: PartialLoad) -> None:
         """Report what --weights-partial loaded, and how the models differ."""

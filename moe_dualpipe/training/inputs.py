@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from ..data import GivenBatches, TextData
-from ..data.strict_json import read_file
+from ..data.strict_json import read_if_there
 from ..schedule.schedule_file import is_file_name
 from .config import TrainConfig
 
@@ -38,8 +38,6 @@ def inputs_file(config: TrainConfig, text: TextData | GivenBatches) -> dict[str,
 
 def changed_inputs(checkpoint: Path, config: TrainConfig, text: TextData | GivenBatches) -> list[str]:
     """What a resumed run reads that has changed since its checkpoint, one text each."""
-    if not (file := checkpoint / FILE).exists():
-        return []
-    saved, now = read_file(file), checksums(config, text)
+    saved, now = read_if_there(checkpoint / FILE, dict) or {}, checksums(config, text)
     changed = [name for name in now if name in saved and now[name] != saved[name]]
     return [f"{name}, which is not what it was when the checkpoint was written" for name in changed]

@@ -7,9 +7,8 @@ from typing import Any
 
 from ..messages import printable, quoted
 from .console import Console
-from .metrics import peak_memory_mb
+from .metrics import Sink, peak_memory_mb
 from .saving import Saving
-from .sinks import Sink
 from .step import Trainer
 
 Callback = Callable[[Trainer, dict[str, float]], object]

@@ -1,4 +1,8 @@
-"""The metrics of a run: a file with one JSON object per line, and the sinks that get the same records."""
+"""The metrics of a run: a file with one JSON object per line, and the sinks that get the same records.
+
+A sink is any object with a method `log(dict)`. TensorBoard (`metrics.tensorboard`) and Weights & Biases (`--wandb`) are
+two of them. An error while logging does not end the run: it is printed once, as a warning.
+"""
 
 import errno
 import math
@@ -7,19 +11,21 @@ import resource
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..data import strict_json
-from ..data.synced_files import replace_file
+from ..data.files import replace_file
 from ..errors import describe_user_error
 from ..health.report import warn
+from ..integrations.trackers import TensorBoard, WandbRun
 from ..messages import plural, quoted
 from ..models import ModelConfig
 from ..models.costs import train_flops_per_token
-from .sinks import Sink
+from .config import TrainConfig
 
 FILE = "metrics.jsonl"
 FIELDS = {
@@ -61,10 +67,25 @@ RATES = ("tokens_per_s", "mfu")
 LATEST = ("step", "lr", "skipped", "peak_memory_mb")
 
 
+class Sink(Protocol):
+    """Receives the records of a run, on its first rank. An optional method `close()` is called at the end."""
+
+    def log(self, record: dict[str, Any]) -> object:
+        """Receive a copy of a record: the step and the metrics, as in metrics.jsonl, but with NaN instead of null."""
+        ...
+
+
+def chosen_sinks(config: TrainConfig, folder: Path, first_step: int) -> list[Sink]:
+    """The sinks that the options choose. Raises ValueError for one that cannot start."""
+    metrics, options = config.metrics, asdict(config)
+    wandb = [WandbRun(metrics.wandb, options, folder)] if metrics.wandb else []  # first: it may be refused
+    return [*wandb, *([TensorBoard(folder, first_step)] if metrics.tensorboard else [])]
+
+
 class Metrics:
     """Appends records to `<run>/metrics.jsonl`, and passes them on.
 
-    run: None writes no file. sinks: also get the records (sinks.py); their errors do not end the run. first_step:
+    run: None writes no file. sinks: also get the records; their errors do not end the run. first_step:
     removes the records of later steps, which a resumed run repeats. Records that cannot be written wait in memory, and
     later calls try again; a failed write never ends the run. A folder that is removed during the run is created again.
     """

@@ -20,7 +20,8 @@ from typing import Any
 from ..checkpoint.destinations import run_of
 from ..command_line import Option, OptionError, entry, options_of, parser_of, shown, unknown_option
 from ..data import stores
-from ..health.program import program_name
+from ..data.strict_json import reading
+from ..health.report import program_name
 from ..messages import printable, quoted, shell_word, typed_text
 from ..models import PRESETS
 from ..models.config import BUILT_IN
@@ -257,11 +258,8 @@ def build_config(values: Mapping[str, Any], defaults: TrainConfig | None = None)
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The values in a TOML file, by key. Raises ValueError for a file that cannot be read, and OptionError."""
-    try:
+    with reading(path):
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"cannot read {printable(path)}: {printable(reason)}") from None
     values = {}
     for name, value in tables.items():
         entries = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}

@@ -28,8 +28,7 @@ from ..checkpoint import (
 from ..checkpoint.destinations import run_of
 from ..checkpoint.huggingface.peft import PeftAdapter
 from ..data import BYTES, TOKENIZER_FILE, GivenBatches, TextData, UnknownTokenizer, load_data, stores
-from ..data.chats import TEMPLATE_FILE, ChatOptions, ChatTemplate
-from ..data.strict_json import read_bytes, reading
+from ..data.chats import ChatOptions, ChatTemplate, template_file
 from ..kernels.backend import Kernels, validate_kernels
 from ..kernels.fp8 import RECIPES
 from ..kernels.fuse import missing_for_compile
@@ -43,7 +42,6 @@ from ..runtime.topology import Placed, machine_limit
 from ..schedule import FILL, Costs, Schedule, fill
 from . import metrics, restart
 from .config import CheckpointConfig, ComputeConfig, TrainConfig
-from .extensions import Build
 from .inputs import changed_inputs
 from .layout_choice import Choice, choose, listed_layers
 from .memory_check import memory_problem
@@ -76,11 +74,12 @@ class Instruments:
     """What the tools add to a run. The app does not import them; commands/train.py passes them.
 
     first_nonfinite: says where a non-finite loss or gradient comes from, by running batches of a trainer again.
-    extensions: further extensions of the trainer. predict: the prediction for a run; None: its GPU is unknown.
+    extensions: further extensions of the trainer (`Build` in extensions/). predict: the prediction for a run; None: its
+    GPU is unknown.
     """
 
     first_nonfinite: Callable[[Any, Iterable[list[Tensor]], bool], str] = lambda *_: "its origin was not looked for"
-    extensions: Sequence[Build] = ()
+    extensions: Sequence[Callable[[Any], Any]] = ()
     predict: Callable[[TrainConfig, Choice, torch.dtype, torch.device], StepPrediction | None] = lambda *_: None
 
 
@@ -97,10 +96,6 @@ class Facts:
     given: Given = NOTHING_GIVEN
     instruments: Instruments = NO_INSTRUMENTS
     from_command: bool = True
-
-    @property
-    def restarted(self) -> bool:
-        return self.agreed.resume is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,16 +202,21 @@ def with_adapter(config: TrainConfig) -> TrainConfig:
 def resolve(request: Request, facts: Facts) -> Run:
     """Decide everything that the options leave open. Raises ValueError for options that cannot run."""
     folder, launch, device = facts.agreed.folder, facts.launch, facts.device
-    if folder and not facts.restarted:
+    if folder and not facts.agreed.resume:
         refuse(new_folder_rules(folder, request.config.checkpoint))
-    numerics = choose_numerics(request.config, device)
+    request = replace(request, config=replace(request.config, compute=chosen_compute(request.config.compute, device)))
+    numerics = numerics_of(request.config, device)
     config, choice = choose_layout(request, facts, numerics)
     refuse(compute_rules(config, numerics, launch.world_size))
-    config = replace(config, compute=chosen_compute(config.compute, numerics))
     layers = _layers(config, choice, numerics, facts)
     split(config.model, choice.schedule.num_stages, layers)  # raises ValueError
     start = find_start(request, config, facts)
-    config, text = open_text(request, config, facts.given, start)
+    if facts.given.batches is None:
+        config, text = _load_text(config, start, request)
+    else:
+        config, text = _given_text(config, facts.given, start)
+    if config.batch.document_mask and text.tokenizer.end_id < 0:
+        raise ValueError("--document-mask: these token ids do not tell where documents end; prepare them again")
     if start.resume:
         start = replace(start, changes=[*start.changes, *changed_inputs(start.resume, config, text)])
     if folder:
@@ -237,28 +237,25 @@ def resolve(request: Request, facts: Facts) -> Run:
 # ---- Device, kernels and precision ----
 
 
-def choose_numerics(config: TrainConfig, device: torch.device) -> Numerics:
-    """How this machine computes what `config` asks for."""
+def chosen_compute(compute: ComputeConfig, device: torch.device) -> ComputeConfig:
+    """The options with the chosen compile and dtype. run.toml stores them, so a resumed run uses the same."""
+    dtype = ("bfloat16" if device.type == "cuda" else "float32") if compute.dtype == "auto" else compute.dtype
+    return replace(compute, compile=choose_compiled(compute.compile, device.type), dtype=dtype)
+
+
+def numerics_of(config: TrainConfig, device: torch.device) -> Numerics:
+    """How this machine computes with these options, which name compile and dtype."""
     compute = config.compute
-    auto = "bfloat16" if device.type == "cuda" else "float32"
-    compiled = choose_compiled(compute.compile, device.type)
     recipe = RECIPES[compute.fp8_recipe] if compute.fp8 != "off" else None
     return Numerics(
-        device, getattr(torch, auto if compute.dtype == "auto" else compute.dtype),
+        device, getattr(torch, compute.dtype),
         StageOptions(
             config.seed, compute.recompute, choose_kernels(compute, device), compute.fused_loss,
-            compiled=compiled == "on", lora=config.lora if config.lora.rank else None, fp8=recipe,
+            compiled=compute.compile == "on", lora=config.lora if config.lora.rank else None, fp8=recipe,
         ),
-        "compiled" if compiled == "whole" else "cuda_graph" if compute.cuda_graphs else "",
+        "compiled" if compute.compile == "whole" else "cuda_graph" if compute.cuda_graphs else "",
         choose_products(compute.products, device.type), compute.fp8 == "experts+dispatch",
     )  # fmt: skip
-
-
-def chosen_compute(compute: ComputeConfig, numerics: Numerics) -> ComputeConfig:
-    """The options with the chosen compile and dtype. run.toml stores them, so a resumed run uses the same."""
-    compiled = "whole" if numerics.whole == "compiled" else "on" if numerics.options.compiled else "off"
-    dtype: Any = str(numerics.dtype).removeprefix("torch.")
-    return replace(compute, compile=compiled, dtype=dtype)
 
 
 def choose_kernels(compute: ComputeConfig, device: torch.device) -> Kernels:
@@ -297,7 +294,7 @@ def choose_layout(request: Request, facts: Facts, numerics: Numerics) -> tuple[T
         return memory_problem(config, choice, numerics.dtype, facts.device, free)
 
     typed = bool(request.typed & LAYOUT_KEYS)
-    strict = not facts.restarted and (typed or not request.from_file)
+    strict = not facts.agreed.resume and (typed or not request.from_file)
     choice = choose(config, facts.launch.world_size, strict, problem)
     if choice.changed:  # run.toml keeps what was asked for: the next launch may have the ranks for it
         return config, choice
@@ -349,6 +346,7 @@ def run_folder(options: CheckpointConfig, name: str) -> Path:
 def find_start(request: Request, config: TrainConfig, facts: Facts) -> Start:
     """The checkpoint or the weights, which must fit the options. Raises ValueError."""
     options, given, newest = config.checkpoint, facts.given, facts.agreed.newest
+    restarted = facts.agreed.resume is not None
     resume = facts.agreed.resume or (find_checkpoint(options.resume, newest=newest) if options.resume else None)
     weights = find_weights(options.weights, newest) if options.weights and not resume else None
     first_step, differences = 0, []
@@ -365,34 +363,19 @@ def find_start(request: Request, config: TrainConfig, facts: Facts) -> Start:
             raise ValueError(f"{what}: use --optimizer {trained_by}")
     elif weights:
         differences = check_weights(weights, config.model, options.weights_partial)
-    if first_step >= config.steps and not facts.restarted:
+    if first_step >= config.steps and not restarted:
         raise ValueError(f"{resume} is already at step {first_step}: use a larger --steps")
     companions = start_companions(folder) if (folder := resume or weights) else {}
-    if (template := config.batch.chat_template) is not None:
-        with reading(Path(template)):
-            companions = {**companions, TEMPLATE_FILE: read_bytes(Path(template)).decode()}
+    template = config.batch.chat_template
+    companions = {**companions, **template_file(None if template is None else Path(template))}
     first_weights = None if resume else weights or given.weights
     changed = changes(request.saved, config) if resume and request.saved else ()
     return Start(
-        resume, first_weights, first_step, differences, companions, changed, facts.restarted, facts.from_command
+        resume, first_weights, first_step, differences, companions, changed, restarted, facts.from_command
     )  # fmt: skip
 
 
-def open_text(
-    request: Request, config: TrainConfig, given: Given, start: Start
-) -> tuple[TrainConfig, TextData | GivenBatches]:  # fmt: skip
-    """What the run reads, and the options that follow from it. Raises ValueError."""
-    text: TextData | GivenBatches
-    if given.batches is None:
-        config, text = _load_text(config, start, request)
-    else:
-        config, text = _given_text(config, given, start)
-    if config.batch.document_mask and text.tokenizer.end_id < 0:
-        raise ValueError("--document-mask: these token ids do not tell where documents end; prepare them again")
-    return config, text
-
-
-def _given_text(config: TrainConfig, given: Given, start: Start) -> tuple[TrainConfig, GivenBatches]:
+def _given_text(config: TrainConfig, given: Given, start: Start) -> tuple[TrainConfig, TextData | GivenBatches]:
     """The given batches, and the options that follow from them: validate all sequences, and sample only text."""
     assert given.batches is not None
     vocab_size, shape = config.model.vocab_size, (config.batch.batch_size, config.batch.seq_len)
@@ -407,7 +390,7 @@ def _given_text(config: TrainConfig, given: Given, start: Start) -> tuple[TrainC
     return config, text
 
 
-def _load_text(config: TrainConfig, begin: Start, request: Request) -> tuple[TrainConfig, TextData]:
+def _load_text(config: TrainConfig, begin: Start, request: Request) -> tuple[TrainConfig, TextData | GivenBatches]:
     """The text, and the options with a prompt for it: token ids without a tokenizer have no default prompt."""
     batch, vocab_size, start = config.batch, config.model.vocab_size, begin.folder
     unknown = start is not None and is_published(start) and not (start / TOKENIZER_FILE).is_file()

@@ -6,7 +6,6 @@ and resumes from its newest checkpoint. A machine that was added knows nothing o
 files of others late. So all tell the rendezvous store what they know, and the first rank tells all what holds.
 """
 
-import json
 import os
 import shutil
 import socket
@@ -21,11 +20,10 @@ from ..checkpoint import find_checkpoint
 from ..checkpoint.destinations import hold_newest
 from ..checkpoint.manifest import RUN_FILE
 from ..data import stores
-from ..data.one_writer import GRACE, LOCK_FILE, LOST, only_writer
-from ..data.synced_files import replace_file
+from ..data.files import GRACE, LOCK_FILE, LOST, only_writer, replace_file
 from ..health.watch import joining
 from ..messages import describe
-from ..runtime.groups import leave_store, rendezvous
+from ..runtime.groups import decide_for_all, leave_store, rendezvous
 from ..runtime.launch import Launch
 from ..runtime.memory import free_gpu_memory, free_main_memory
 from ..runtime.shared_errors import gather_objects
@@ -66,11 +64,9 @@ def agree(
     else:
         with joining(launch.rank, timeout):
             store = rendezvous(launch, timeout)
-            store.set(f"agree/{launch.rank}", json.dumps(own))
-            if launch.rank == 0:
-                told = [json.loads(store.get(f"agree/{rank}")) for rank in range(launch.world_size)]
-                store.set("agreed", json.dumps(_decide(told, stack, start)))
-            decided = json.loads(store.get("agreed"))
+            decided = decide_for_all(
+                store, launch, "agree", own, lambda told: [_decide(told, stack, start)] * launch.world_size
+            )
             # One that stops now must not take the store away before all have read.
             leave_store(dist.PrefixStore("agreement", store), launch.rank, launch.world_size, timeout)
     if decided["problem"]:

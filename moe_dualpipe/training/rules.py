@@ -5,7 +5,7 @@ that applies raises ValueError, before the run writes anything but its lock file
 exits with code 2.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import list_checkpoints
-from ..checkpoint.atomic_folder import is_there
-from ..checkpoint.destinations import STEP_FOLDER, run_of
+from ..checkpoint.destinations import STEP_FOLDER, is_there, run_of
 from ..checkpoint.huggingface import find_architecture
 from ..checkpoint.manifest import RUN_FILE
 from ..command_line import OptionError
@@ -28,7 +27,7 @@ from ..models.auxiliary_losses import loss_factors
 from ..models.context_parallel import check_context
 from ..pipeline.settings import Numerics
 from ..runtime.learning_rate import decay_steps
-from .config import CheckpointConfig, TrainConfig
+from .config import CheckpointConfig, ComputeConfig, TrainConfig
 from .options import all_keys, option_name, value_of
 
 # Options, with their smallest and largest valid values. None is always valid where the type allows it.
@@ -68,15 +67,15 @@ NOTHING_GIVEN = Given()
 def check_options(config: TrainConfig, given: Given = NOTHING_GIVEN) -> None:
     """Raise ValueError for the first invalid option or combination."""
     check_types(config)
-    refuse(out_rules(config.checkpoint.out))
+    if config.checkpoint.out is not None:
+        refuse(out_rules(config.checkpoint.out))
     for options, low, high in RANGES:
         for option in options.split():
             if (value := value_of(config, option)) is not None:
                 check_range(option_name(option), value, low, high)
     check_context(config.parallel.cp, config.batch.seq_len)
     config.sample.sampling()  # raises ValueError
-    refuse(option_rules(config))
-    refuse(given_rules(config, given))
+    refuse([*option_rules(config), *given_rules(config, given)])
     if config.metrics.tensorboard:
         check_installed("metrics.tensorboard", "tensorboard")
     if config.metrics.wandb:
@@ -102,186 +101,201 @@ def check_types(config: TrainConfig) -> None:
             key.convert(value_of(config, key.name), strict=True)
 
 
-def option_rules(config: TrainConfig) -> Iterator[Rule]:
+def option_rules(config: TrainConfig) -> list[Rule]:
     """Options that contradict each other."""
-    optim, mtp_layers, seq_len, start = config.optim, config.model.mtp_layers, config.batch.seq_len, config.checkpoint
+    optim, mtp_layers, batch, start, lora = (
+        config.optim, config.model.mtp_layers, config.batch, config.checkpoint, config.lora
+    )  # fmt: skip
     decay, wsd = decay_steps(optim, config.steps), optim.schedule == "wsd"
-    yield Rule(
-        config.parallel.move_experts_every and config.parallel.ep == 1,
-        "parallel.move_experts_every needs --ep 2 or more: with --ep 1, each rank has all experts",
-    )
-    yield Rule(
-        start.weights and start.resume, "--weights starts a new run and --resume continues an old one: use one of them"
-    )
-    yield Rule(
-        start.weights_partial and not start.weights, "--weights-partial needs --weights, the folder to load from"
-    )
-    yield Rule(
-        optim.schedule == "cosine" and optim.decay_steps,
-        f"optim.decay_steps {optim.decay_steps} is for --lr-schedule wsd: cosine decays in all steps",
-    )
-    yield Rule(
-        wsd and optim.warmup_steps + decay > config.steps,
-        f"{optim.warmup_steps} warm-up and {decay} decay steps do not fit into --steps {config.steps}: "
-        "use fewer --warmup-steps or optim.decay_steps",
-    )
-    yield Rule(
-        seq_len <= mtp_layers, f"model.mtp_layers {mtp_layers} needs --seq-len {mtp_layers + 1} or more: got {seq_len}"
-    )
-    yield Rule(
-        config.batch.document_mask and config.batch.special_tokens,
-        "--document-mask divides text at end tokens, which batch.special_tokens allows in a document: use one of them",
-    )
-    lora = config.lora
     given = [name for name in ("alpha", "dropout", "targets") if getattr(lora, name)]
-    yield Rule(given and not lora.rank, f"lora.{min(given, default='')} needs --lora RANK, which trains adapters")
-    yield Rule(lora.export == "adapter" and not lora.rank, "lora.export=adapter needs --lora RANK")
-    record, replay = config.batch.record_routes, config.batch.replay_routes
-    for name, folder in (("record_routes", record), ("replay_routes", replay)):
-        yield Rule(folder and stores.is_url(folder), f"{name} {printable(folder)} must be a local folder")
+    record, replay = batch.record_routes, batch.replay_routes
     same = record and replay and Path(record) == Path(replay)
-    yield Rule(same, f"record_routes and replay_routes are both {printable(record)}: use two")
+    return [
+        Rule(
+            config.parallel.move_experts_every and config.parallel.ep == 1,
+            "parallel.move_experts_every needs --ep 2 or more: with --ep 1, each rank has all experts",
+        ),
+        Rule(
+            start.weights and start.resume,
+            "--weights starts a new run and --resume continues an old one: use one of them",
+        ),
+        Rule(start.weights_partial and not start.weights, "--weights-partial needs --weights, the folder to load from"),
+        Rule(
+            optim.schedule == "cosine" and optim.decay_steps,
+            f"optim.decay_steps {optim.decay_steps} is for --lr-schedule wsd: cosine decays in all steps",
+        ),
+        Rule(
+            wsd and optim.warmup_steps + decay > config.steps,
+            f"{optim.warmup_steps} warm-up and {decay} decay steps do not fit into --steps {config.steps}: "
+            "use fewer --warmup-steps or optim.decay_steps",
+        ),
+        Rule(
+            batch.seq_len <= mtp_layers,
+            f"model.mtp_layers {mtp_layers} needs --seq-len {mtp_layers + 1} or more: got {batch.seq_len}",
+        ),
+        Rule(
+            batch.document_mask and batch.special_tokens,
+            "--document-mask divides text at end tokens, which batch.special_tokens allows in a document: "
+            "use one of them",
+        ),
+        Rule(given and not lora.rank, f"lora.{min(given, default='')} needs --lora RANK, which trains adapters"),
+        Rule(lora.export == "adapter" and not lora.rank, "lora.export=adapter needs --lora RANK"),
+        *(
+            Rule(folder and stores.is_url(folder), f"{name} {printable(folder)} must be a local folder")
+            for name, folder in (("record_routes", record), ("replay_routes", replay))
+        ),
+        Rule(same, f"record_routes and replay_routes are both {printable(record)}: use two"),
+    ]
 
 
-def given_rules(config: TrainConfig, given: Given) -> Iterator[Rule]:
+def given_rules(config: TrainConfig, given: Given) -> list[Rule]:
     """What a program gives, against the options."""
-    start, lora = config.checkpoint, config.lora
-    yield Rule(
-        lora.rank and not (start.weights or start.resume or given.weights),
-        f"--lora {lora.rank} adapts a trained model: name one with --weights",
-    )
-    for option in ("weights", "resume"):
-        yield Rule(
-            given.weights is not None and getattr(config.checkpoint, option),
-            f"`weights` and CheckpointConfig({option}=...) both say where to start: use one of them",
-        )
-    yield Rule(
-        given.validation is not None and given.batches is None,
-        "`validation` needs `batches`: without them, the held-out text of the data is used",
-    )
-    yield Rule(
-        given.batches is not None and given.validation is None and config.metrics.eval_every,
-        f"eval_every={config.metrics.eval_every} with `batches` needs `validation`",
-    )
+    start, lora, eval_every = config.checkpoint, config.lora, config.metrics.eval_every
+    return [
+        Rule(
+            lora.rank and not (start.weights or start.resume or given.weights),
+            f"--lora {lora.rank} adapts a trained model: name one with --weights",
+        ),
+        *(
+            Rule(
+                given.weights is not None and value,
+                f"`weights` and CheckpointConfig({option}=...) both say where to start: use one of them",
+            )
+            for option, value in (("weights", start.weights), ("resume", start.resume))
+        ),
+        Rule(
+            given.validation is not None and given.batches is None,
+            "`validation` needs `batches`: without them, the held-out text of the data is used",
+        ),
+        Rule(
+            given.batches is not None and given.validation is None and eval_every,
+            f"eval_every={eval_every} with `batches` needs `validation`",
+        ),
+    ]
 
 
-def no_folder_rules(config: TrainConfig) -> Iterator[Rule]:
+def no_folder_rules(config: TrainConfig) -> list[Rule]:
     """A run from Python has a folder only if it is named. Without one, nothing may be written."""
-    for option, value in (
-        ("save_every", config.checkpoint.save_every), ("tensorboard", config.metrics.tensorboard),
-        ("profile", config.metrics.profile), ("wandb", config.metrics.wandb), ("export", config.checkpoint.export),
-    ):  # fmt: skip
-        yield Rule(value, f"{option}={value!r} writes files: name a folder, CheckpointConfig(out=...)")
+    start, metrics = config.checkpoint, config.metrics
+    return [
+        Rule(value, f"{option}={value!r} writes files: name a folder, CheckpointConfig(out=...)")
+        for option, value in (
+            ("save_every", start.save_every), ("tensorboard", metrics.tensorboard), ("profile", metrics.profile),
+            ("wandb", metrics.wandb), ("export", start.export),
+        )
+    ]  # fmt: skip
 
 
-def out_rules(out: str | None) -> Iterator[Rule]:
+def out_rules(out: str) -> list[Rule]:
     """Refuse a folder for a run that cannot be made, or from which no run could be resumed."""
-    if out is None:
-        return
-    shown, folder = f"--out {printable(out)}", Path(out.removeprefix("file://"))
-    like = folder.name == "checkpoints" or STEP_FOLDER.fullmatch(folder.name)
-    yield Rule(
-        like,
-        f"{shown} is named like the checkpoints of a run: use another name, such as {printable(out.rstrip('/'))}-run",
-    )
-    yield Rule(any("\udc80" <= c <= "\udcff" for c in out), f"{shown} is not UTF-8: use another name")
-    if not stores.is_url(out):
-        yield Rule(is_there(folder) and not folder.is_dir(), f"{shown} is not a folder: use another --out")
-        inside = next((str(parent) for parent in folder.absolute().parents if (parent / RUN_FILE).is_file()), "")
-        yield Rule(inside, f"{shown} is inside the checkpoint {printable(inside)}: use a folder elsewhere")
+    shown, folder, local = f"--out {printable(out)}", Path(out.removeprefix("file://")), not stores.is_url(out)
+    inside = [parent for parent in folder.absolute().parents if local and (parent / RUN_FILE).is_file()]
+    return [
+        Rule(
+            folder.name == "checkpoints" or STEP_FOLDER.fullmatch(folder.name),
+            f"{shown} is named like the checkpoints of a run: use another name, such as "
+            f"{printable(out.rstrip('/'))}-run",
+        ),
+        Rule(any("\udc80" <= c <= "\udcff" for c in out), f"{shown} is not UTF-8: use another name"),
+        Rule(local and is_there(folder) and not folder.is_dir(), f"{shown} is not a folder: use another --out"),
+        Rule(inside, f"{shown} is inside the checkpoint {printable(min(inside, default=''))}: use a folder elsewhere"),
+    ]
 
 
-def new_folder_rules(folder: Path, options: CheckpointConfig) -> Iterator[Rule]:
+def new_folder_rules(folder: Path, options: CheckpointConfig) -> list[Rule]:
     """Refuse a folder that has a run, unless --resume continues that run from its newest checkpoint."""
     resume, out, found = options.resume or "", options.out or folder, list_checkpoints(folder / "checkpoints")
     same = bool(resume) and stores.output_folder(run_of(resume), options.staging).resolve() == folder.resolve()
-    yield Rule(
-        same and Path(resume).name in [path.name for path in found[1:]],
-        f"--resume {printable(resume)}: the run has later checkpoints, up to {found[0].name if found else ''}; "
-        "use --out to continue in another folder",
-    )
-    yield Rule(
-        found and not same,
-        f"--out {out} already holds a run: continue it with --resume {out}, or use another --out",
-    )
+    return [
+        Rule(
+            same and Path(resume).name in [path.name for path in found[1:]],
+            f"--resume {printable(resume)}: the run has later checkpoints, up to {found[0].name if found else ''}; "
+            "use --out to continue in another folder",
+        ),
+        Rule(
+            found and not same,
+            f"--out {out} already holds a run: continue it with --resume {out}, or use another --out",
+        ),
+    ]
 
 
-def compute_rules(config: TrainConfig, numerics: Numerics, processes: int) -> Iterator[Rule]:
+def compute_rules(config: TrainConfig, numerics: Numerics, processes: int) -> list[Rule]:
     """Options that the device, the kernels or FP8 do not support."""
-    device, kernels = torch.device(numerics.device), numerics.options.kernels
-    yield from _fp8_rules(config, device, kernels)
+    kind, kernels = torch.device(numerics.device).type, numerics.options.kernels
+    fp8 = _fp8_rules(config, torch.device(numerics.device), kernels) if config.compute.fp8 != "off" else []
     if numerics.whole == "compiled":
-        yield from _compiled_rules(config, device, kernels)
-        yield from _whole_rules(config, "--compile whole", "--compile on", processes)
-    elif numerics.whole:
-        yield from _graph_rules(device, kernels)
-        yield from _whole_rules(config, "cuda_graphs", "compute.cuda_graphs=false", processes)
+        return [
+            *fp8, *_compiled_rules(config.compute, kind, kernels),
+            *_whole_rules(config, "--compile whole", "--compile on", processes),
+        ]  # fmt: skip
+    if numerics.whole:
+        return [
+            *fp8,
+            Rule(kind != "cuda", "cuda_graphs needs a GPU, and this run is on the CPU: use compute.cuda_graphs=false"),
+            Rule(
+                kernels != "triton",
+                f"cuda_graphs needs kernels without host syncs: got --kernels {kernels}; use --kernels triton",
+            ),
+            *_whole_rules(config, "cuda_graphs", "compute.cuda_graphs=false", processes),
+        ]
+    return fp8
 
 
-def _compiled_rules(config: TrainConfig, device: torch.device, kernels: str) -> Iterator[Rule]:
+def _compiled_rules(compute: ComputeConfig, kind: str, kernels: str) -> list[Rule]:
     """Options that --compile whole cannot trace or be combined with."""
-    compute, instead = config.compute, "--compile on"
-    for applies, reason in (
-        (compute.cuda_graphs, "and cuda_graphs exclude each other: use compute.cuda_graphs=false"),
-        (device.type != "cpu", f"needs a CPU, and this run is on a GPU: use {instead}"),
-        (kernels == "triton", f"cannot trace Triton kernels: use --kernels reference, or {instead}"),
-        (compute.recompute != "none", f"saves what torch.compile chooses: use --recompute none, or {instead}"),
-        (compute.fp8 != "off", f"cannot trace products in FP8: use compute.fp8=off, or {instead}"),
-        (compute.fused_loss, f"cannot trace the loss in blocks: use compute.fused_loss=false, or {instead}"),
-    ):
-        yield Rule(applies, f"--compile whole {reason}")
+    instead = "--compile on"
+    return [
+        Rule(applies, f"--compile whole {reason}")
+        for applies, reason in (
+            (compute.cuda_graphs, "and cuda_graphs exclude each other: use compute.cuda_graphs=false"),
+            (kind != "cpu", f"needs a CPU, and this run is on a GPU: use {instead}"),
+            (kernels == "triton", f"cannot trace Triton kernels: use --kernels reference, or {instead}"),
+            (compute.recompute != "none", f"saves what torch.compile chooses: use --recompute none, or {instead}"),
+            (compute.fp8 != "off", f"cannot trace products in FP8: use compute.fp8=off, or {instead}"),
+            (compute.fused_loss, f"cannot trace the loss in blocks: use compute.fused_loss=false, or {instead}"),
+        )
+    ]
 
 
-def _graph_rules(device: torch.device, kernels: str) -> Iterator[Rule]:
-    yield Rule(
-        device.type != "cuda",
-        "cuda_graphs needs a GPU, and this run is on the CPU: use compute.cuda_graphs=false",
-    )
-    yield Rule(
-        kernels != "triton",
-        f"cuda_graphs needs kernels without host syncs: got --kernels {kernels}; use --kernels triton",
-    )
-
-
-def _whole_rules(config: TrainConfig, whole: str, instead: str, processes: int) -> Iterator[Rule]:
+def _whole_rules(config: TrainConfig, whole: str, instead: str, processes: int) -> list[Rule]:
     """Options that need the schedule, or state in Python, which --compile whole and cuda_graphs bypass."""
     model, losses = config.model, [*loss_factors(config.model)]
     routes = config.batch.record_routes or config.batch.replay_routes
-    for applies, reason in (
-        (processes > 1, f"is for one process: got {processes}; use {instead}"),
-        (model.own_layers, f"cannot contain your own {', '.join(model.own_layers)}: use {instead}"),
-        (losses, f"cannot count {' and '.join(losses)}: use factors of 0, or {instead}"),
-        (model.mtp_layers, f"cannot count the MTP loss: use model.mtp_layers=0, or {instead}"),
-        (routes, f"cannot look up routes: leave out record_routes and replay_routes, or use {instead}"),
-        (config.metrics.profile, f"runs no schedule to profile: use --profile 0, or {instead}"),
-    ):
-        yield Rule(applies, f"{whole} {reason}")
+    return [
+        Rule(applies, f"{whole} {reason}")
+        for applies, reason in (
+            (processes > 1, f"is for one process: got {processes}; use {instead}"),
+            (model.own_layers, f"cannot contain your own {', '.join(model.own_layers)}: use {instead}"),
+            (losses, f"cannot count {' and '.join(losses)}: use factors of 0, or {instead}"),
+            (model.mtp_layers, f"cannot count the MTP loss: use model.mtp_layers=0, or {instead}"),
+            (routes, f"cannot look up routes: leave out record_routes and replay_routes, or use {instead}"),
+            (config.metrics.profile, f"runs no schedule to profile: use --profile 0, or {instead}"),
+        )
+    ]
 
 
-def _fp8_rules(config: TrainConfig, device: torch.device, kernels: str) -> Iterator[Rule]:
-    compute = config.compute
-    if compute.fp8 == "off":
-        return
+def _fp8_rules(config: TrainConfig, device: torch.device, kernels: str) -> list[Rule]:
+    compute, dispatch = config.compute, config.compute.fp8 == "experts+dispatch"
     fault = RECIPES[compute.fp8_recipe].kernels_fault(device) if kernels == "triton" else ""
-    dispatch = compute.fp8 == "experts+dispatch"
-    yield Rule(fault, f"compute.fp8={compute.fp8} {fault}, or --kernels reference")
-    yield Rule(
-        dispatch and compute.fp8_recipe == "fp32",
-        "compute.fp8=experts+dispatch sends scales that are powers of two: use compute.fp8_recipe=ue8m0",
-    )
-    yield Rule(
-        dispatch and config.parallel.ep_backend == "deepep",
-        "compute.fp8=experts+dispatch sends rows that deepep does not: use --ep-backend auto, or compute.fp8=experts",
-    )
+    return [
+        Rule(fault, f"compute.fp8={compute.fp8} {fault}, or --kernels reference"),
+        Rule(
+            dispatch and compute.fp8_recipe == "fp32",
+            "compute.fp8=experts+dispatch sends scales that are powers of two: use compute.fp8_recipe=ue8m0",
+        ),
+        Rule(
+            dispatch and config.parallel.ep_backend == "deepep",
+            "compute.fp8=experts+dispatch sends rows that deepep does not: use --ep-backend auto, or "
+            "compute.fp8=experts",
+        ),
+    ]
 
 
 def _check_export(config: TrainConfig) -> None:
     """Raise ValueError if --export cannot write this model."""
-    options = config.checkpoint
-    folder = options.export
-    if not folder:
+    if not (folder := config.checkpoint.export):
         return
-    if is_there(stores.output_folder(folder, options.staging)):
+    if is_there(stores.output_folder(folder, config.checkpoint.staging)):
         raise ValueError(f"--export {printable(folder)} already exists: choose another folder")
     try:
         find_architecture(config.model)

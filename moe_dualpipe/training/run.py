@@ -11,28 +11,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..data import Batches
-from ..data.synced_files import replace_file
-from ..health.deadline import Deadline
+from ..data.files import replace_file
 from ..health.heartbeat import Progress
-from ..health.program import program_name
-from ..health.report import exit_on_invalid_option, report_error, warn
+from ..health.report import Deadline, exit_on_invalid_option, program_name, report_error, warn
 from ..health.signals import Stop
 from ..health.watch import PATIENCE, joining, watch_ranks
 from ..messages import printable
 from ..runtime.groups import init_world, leave_store, leave_world
 from ..runtime.launch import Launch
 from ..runtime.shared_errors import build_on_all_ranks
-from ..runtime.topology import place
-from ..runtime.versions import OtherVersionsError
+from ..runtime.topology import OtherVersionsError, place
 from ..runtime.world import current_launch, joined
 from . import restart
 from .config import TrainConfig
 from .console import RunFailed
 from .loop import Callback, train_loop
+from .metrics import Sink, chosen_sinks
 from .options import OPTIONS_FILE, Request, read_toml, saved_values, to_toml
 from .resolve import NO_INSTRUMENTS, Instruments, Run, prepare
 from .rules import Given
-from .sinks import Sink, chosen_sinks
 from .step import Trainer
 
 LAUNCHER_SECONDS = 2.0
@@ -127,7 +124,7 @@ def build(
 
     Raises ValueError, on all ranks, for options that cannot work here. Then nothing was written into the folder.
     """
-    trainer = Trainer(plan, progress, stop, plan.instruments.extensions)
+    trainer = Trainer(plan, progress, stop)
     folder = plan.folder if plan.layout.rank == 0 else None
     sinks = build_on_all_ranks(lambda: chosen_sinks(plan.config, folder, plan.start.first_step) if folder else [])
     build_on_all_ranks(lambda: _open_folder(plan, launch))

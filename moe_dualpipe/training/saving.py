@@ -4,9 +4,9 @@ from contextlib import closing
 from pathlib import Path
 
 from ..checkpoint import Saver, SaveResult, find_checkpoint
-from ..checkpoint.adapters import SavedAdapters
 from ..checkpoint.expert_loads import loads_file
 from ..checkpoint.huggingface import companion_files, fp8_file, plan_adapter_export, plan_checkpoint_export
+from ..checkpoint.weights import SavedAdapters
 from ..data import stores, tokenizer_files
 from ..health.heartbeat import SAVING
 from ..messages import printable

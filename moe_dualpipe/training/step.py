@@ -4,7 +4,7 @@ B sequences, S positions, L layers, E experts.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..checkpoint import PREFIX, PartialLoad, load_adapter, load_checkpoint, load_tensors, load_weights
-from ..data.same_text import check_same_text
-from ..expert_parallel.gather import sum_over_ranks
+from ..data import GivenBatches, TextData
+from ..expert_parallel.gather import gather_objects, sum_over_ranks
 from ..expert_parallel.labels import COMBINE, DISPATCH
 from ..health.heartbeat import Progress
 from ..health.signals import Stop
 from ..inference import eval_mode, generate_through_pipeline
 from ..kernels.options import RoutingOptions
 from ..kernels.products import use_products
-from ..messages import check_range
+from ..messages import check_range, plural
 from ..models.adapters import relative_updates, squared_norms
 from ..models.context_parallel import KEYS
 from ..models.layers import seed_of
@@ -39,11 +39,10 @@ from ..runtime.learning_rate import learning_rate
 from ..runtime.memory import keep_freed_memory
 from ..runtime.shared_errors import build_on_all_ranks
 from .config import TrainConfig
-from .extensions import Build, Extension, Update
+from .extensions import Extension, Update
 from .extensions.balance import Balancing
 from .extensions.expert_moves import ExpertMoves
-from .extensions.fixed_buffers import FixedBuffers
-from .extensions.replica_checks import ReplicaChecks
+from .extensions.replica_checks import FixedBuffers, ReplicaChecks
 from .extensions.routes import Routes
 from .extensions.skipped_steps import SkippedSteps
 from .extensions.timings import Timings
@@ -60,14 +59,11 @@ class Trainer:
     extensions: what else a step does (extensions/).
     """
 
-    def __init__(
-        self, run: Run, progress: Progress | None = None, stop: Stop | None = None, extensions: Iterable[Build] = ()
-    ):
+    def __init__(self, run: Run, progress: Progress | None = None, stop: Stop | None = None):
         self.run, self.config, self.text, self.schedule = run, run.config, run.text, run.schedule
         self.layout, self.device, self.first_step = run.layout, run.device, run.start.first_step
         self.progress, self.stop, self.stopping = progress or Progress(), stop or Stop(), False
         self.lr_factor, self.wait_for_weights, self.remote_bytes = 1.0, True, 0
-        self.resumed = run.start.resume
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         numerics = build_on_all_ranks(lambda: trusted(run.config, run.numerics))
@@ -81,9 +77,11 @@ class Trainer:
         self.pipeline = Pipeline(
             self.config.model, self.schedule, micro_batch, run.parallel, numerics, on_action=self.progress.note
         )
-        self.stages, self.groups, self.replicas = self.pipeline.stages, self.pipeline.groups, self.pipeline.replicas
-        self.executor, self.balance = self.pipeline.executor, self.pipeline.balance
-        self.progress.watch(engine_for(self.device), self.executor.p2p, self._groups_of_transfers())
+        self.stages, self.replicas, self.balance = self.pipeline.stages, self.pipeline.replicas, self.pipeline.balance
+        groups = self.pipeline.groups
+        experts, context = ranks_of(groups.experts), ranks_of(groups.context)
+        transfers = {DISPATCH: experts, COMBINE: experts, KEYS: context}
+        self.progress.watch(engine_for(self.device), self.pipeline.executor.p2p, transfers)
         self.balance.rate = 0.0 if self.config.lora.rank else self.config.bias_rate  # an adapter has no biases
         freeze(self.stages.values(), self.config.freeze, self.config.model.num_experts)
         *_, trained = self.count_parameters()
@@ -96,13 +94,14 @@ class Trainer:
         self.replica_checks = ReplicaChecks(self)
         self.extensions: list[Extension] = [self.skipped, fixed, self.replica_checks]
         self.partial = self._load()
-        peak = peak_flops_of(self.config, numerics)
-        factor = utilization(self.config.model, self.config.batch.seq_len, dist.get_world_size(), peak)
+        factor = utilization(
+            self.config.model, self.config.batch.seq_len, dist.get_world_size(), peak_flops_of(self.config, numerics)
+        )
         moves = [ExpertMoves(self)] if self.config.parallel.move_experts_every and self.layout.ep > 1 else []
         routes = [Routes(self)] if self.config.batch.record_routes or self.config.batch.replay_routes else []
         self.balancing = Balancing(self)
         self.extensions += [self.balancing, *moves, *routes, Timings(self, factor)]
-        self.extensions += [built for build in extensions if (built := build(self)) is not None]
+        self.extensions += [built for build in run.instruments.extensions if (built := build(self)) is not None]
 
     def _load(self) -> PartialLoad | None:
         """Load what the run starts from. Returns what --weights-partial loaded."""
@@ -180,11 +179,6 @@ class Trainer:
     def _num_labels(self, sequences: int) -> int | None:
         """The number of labels in this many sequences of text, if it is known before they are read."""
         return sequences * self.config.batch.seq_len if self.text.all_labeled else None
-
-    def _groups_of_transfers(self) -> dict[str, tuple[int, ...]]:
-        """The ranks that take part in each kind of transfer between segments."""
-        experts = ranks_of(self.groups.experts)
-        return {DISPATCH: experts, COMBINE: experts, KEYS: ranks_of(self.groups.context)}
 
     @property
     def own_sequences(self) -> range:
@@ -283,6 +277,25 @@ class Trainer:
         """The mean loss of multi-token prediction (MTP) in this step. The training loss does not include it."""
         last = self.stages.get(self.schedule.num_stages - 1)
         return self.pipeline.mean_loss([last.mtp.take_loss()] if last is not None and last.mtp is not None else [])
+
+
+def check_same_text(text: TextData | GivenBatches) -> None:
+    """Raise ValueError, on all ranks, unless all ranks have the same text. Collective.
+
+    Every rank reads the text itself and draws the same batches: the first stage takes the inputs, the last stage the
+    labels. If a machine has another version of a file, the labels do not match the inputs. The same holds for batches
+    that a program makes itself.
+    """
+    fingerprints = gather_objects(build_on_all_ranks(text.fingerprint))
+    others = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
+    if others:
+        given = isinstance(text, GivenBatches)
+        what = "`batches`" if given else "the texts of --data"
+        hint = "pass the sequences of the whole step on every rank" if given else "give every machine the same files"
+        differ = (
+            f"those of {plural(len(others), 'rank')} ({', '.join(map(str, others[:8]))}) differ from those of rank 0"
+        )
+        raise ValueError(f"{what} are not the same on all ranks: {differ}; {hint}")
 
 
 def trusted(config: TrainConfig, numerics: Numerics) -> Numerics:

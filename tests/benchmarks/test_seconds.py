@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.seconds import LRS, NANOGPT, PROGRAMS, Curve, Options, Text, compare, draw, train
+from benchmarks.seconds import LRS, NANOGPT, PROGRAMS, Curve, Options, Windows, compare, draw, train
 from moe_dualpipe.runtime.world import join_world
 from tests.support.runs import TEXT
 
@@ -11,7 +11,7 @@ SMALL = Options(data=TEXT, budgets=(0.05, 0.1), seeds=2, batch_size=2, seq_len=1
 
 
 def test_sequences_are_those_of_the_seed_and_none_is_of_the_last_tenth():
-    text, other = Text(SMALL), Text(SMALL)
+    text, other = Windows(SMALL), Windows(SMALL)
     for seed, step in ((0, 0), (0, 1), (1, 0)):
         inputs, labels = text.batch(seed, step)
         assert inputs.shape == labels.shape == (2, 16) and torch.equal(inputs[:, 1:], labels[:, :-1])
@@ -24,7 +24,7 @@ def test_sequences_are_those_of_the_seed_and_none_is_of_the_last_tenth():
 
 @pytest.mark.parametrize("name", ["transformers, mixture", "ours, mixture", "ours, dense, AdamW"])
 def test_a_program_starts_again_and_learns(name):
-    text = Text(SMALL)
+    text = Windows(SMALL)
     with join_world("cpu"):
         program = PROGRAMS[name](text)
         first = train(program, text, 0.003, 12, seed=1)
@@ -36,7 +36,7 @@ def test_the_best_learning_rate_of_each_program_is_taken_and_drawn(tmp_path, cap
     pytest.importorskip("matplotlib")
     options = Options(**{**vars(SMALL), "data": "shakespeare", "figure": tmp_path / "seconds.svg"})
     with join_world("cpu"):
-        text = Text(SMALL)
+        text = Windows(SMALL)
         curves = compare({"ours, dense": PROGRAMS["ours, dense"](text)}, text, SMALL)
     curve = curves["ours, dense"]
     assert [*curve.tried] == [*LRS] and curve.tried[curve.lr] == min(curve.tried.values())

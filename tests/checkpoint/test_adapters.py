@@ -12,12 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from moe_dualpipe import join_world
 from moe_dualpipe.checkpoint import load_model, save_checkpoint
-from moe_dualpipe.checkpoint.adapters import SavedAdapters
 from moe_dualpipe.checkpoint.huggingface import from_pretrained, plan_adapter_export, plan_checkpoint_export
 from moe_dualpipe.checkpoint.huggingface.companions import companion_files, fp8_file, read_companions
 from moe_dualpipe.checkpoint.huggingface.peft import PeftAdapter
 from moe_dualpipe.checkpoint.load import load_adapter
-from moe_dualpipe.checkpoint.weights import global_weights
+from moe_dualpipe.checkpoint.weights import SavedAdapters, global_weights
 from moe_dualpipe.models import StageOptions, build_model
 from moe_dualpipe.models.config import LORA_TARGETS, LoRA
 from moe_dualpipe.models.lora import adapted_weight

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moe_dualpipe
-from moe_dualpipe.checkpoint import atomic_folder, find_checkpoint, load_model, start_tokenizer
+from moe_dualpipe.checkpoint import destinations, find_checkpoint, load_model, start_tokenizer
 from moe_dualpipe.checkpoint.huggingface import companion_files, find_architecture, from_pretrained, save_pretrained
 from moe_dualpipe.checkpoint.huggingface.companions import read_companions
 from moe_dualpipe.cli import main
@@ -115,9 +115,9 @@ def test_the_files_of_a_published_model_stay_as_they_are_and_its_config_is_writt
     config |= {"eos_token_id": 5, "max_position_embeddings": 1234}
     del config["pad_token_id"]
     (tmp_path / "saved" / "config.json").write_text(json.dumps(config))
-    written, write = [], atomic_folder.write_synced
+    written, write = [], destinations.write_synced
     monkeypatch.setattr(
-        atomic_folder, "write_synced", lambda file, *data: (written.append(file.name), write(file, *data))
+        destinations, "write_synced", lambda file, *data: (written.append(file.name), write(file, *data))
     )
     save_pretrained(from_pretrained(tmp_path / "saved"), tmp_path / "again")
     assert {*texts} < {*written} and written[-1] == "config.json"

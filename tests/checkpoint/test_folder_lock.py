@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from moe_dualpipe.data.one_writer import LOCK_FILE, FolderInUseError, only_writer
+from moe_dualpipe.data.files import LOCK_FILE, FolderInUseError, only_writer
 from moe_dualpipe.training import restart, train
 from tests.support import ranks
 from tests.support.runs import change, settings

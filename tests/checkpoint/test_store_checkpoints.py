@@ -16,11 +16,11 @@ from moe_dualpipe.checkpoint import (
     load_weights,
     save_checkpoint,
 )
-from moe_dualpipe.checkpoint.atomic_folder import hidden
+from moe_dualpipe.checkpoint.destinations import hidden
 from moe_dualpipe.checkpoint.huggingface import from_pretrained, plan_checkpoint_export
 from moe_dualpipe.cli import main
-from moe_dualpipe.data.one_writer import FolderInUseError, only_writer
-from moe_dualpipe.data.stores import Patience, Url, local_path, read, staged_folder, url_of
+from moe_dualpipe.data.files import FolderInUseError, only_writer
+from moe_dualpipe.data.stores import Patience, Url, local_path, output_folder, read, url_of
 from moe_dualpipe.health.watch import watch_ranks
 from moe_dualpipe.messages import printable
 from moe_dualpipe.models import ModelConfig
@@ -38,7 +38,7 @@ RUN = "s3://bucket/run"
 
 
 def save_steps(rank, steps, keep=0, patience=20.0):
-    run = staged_folder(Url(RUN))
+    run = output_folder(RUN)
     for step in steps:
         extra = {"tokens.txt": b"a b c"}
         save_checkpoint(run, step, state_of(rank, step), ModelConfig(), extra, keep, patience=Patience(patience))
@@ -113,7 +113,7 @@ def test_a_damaged_checkpoint_is_not_loaded(run):
 
 
 def fail_to_save(rank):
-    run = staged_folder(Url(RUN))
+    run = output_folder(RUN)
     with pytest.raises(SaveError, match=r"^rank 1: s3://bucket/run/checkpoints/.*/rank-1-0.safetensors: access denied"):
         save_checkpoint(run, 20, state_of(rank, 20), ModelConfig(), keep=1)
     assert not [*run.rglob(".step-*")]
@@ -143,9 +143,9 @@ def folders(tmp_path_factory):
 
 
 def export_published(_rank):
-    plan_checkpoint_export(find_checkpoint(RUN)).write(staged_folder(Url(PUBLISHED)), SHARDS)
+    plan_checkpoint_export(find_checkpoint(RUN)).write(output_folder(PUBLISHED), SHARDS)
     torch.distributed.barrier()
-    return [*staged_folder(Url(PUBLISHED)).parent.glob(".*rank*")]
+    return [*output_folder(PUBLISHED).parent.glob(".*rank*")]
 
 
 def test_ranks_export_the_same_files_to_a_url_and_config_json_last(folders, s3, capsys):
@@ -156,7 +156,7 @@ def test_ranks_export_the_same_files_to_a_url_and_config_json_last(folders, s3, 
     assert s3.names("published/") == [f"published/{name}" for name in names]
     assert all(s3.content(f"published/{name}") == (folders / "published" / name).read_bytes() for name in names)
     assert s3.written()[-1] == "config.json" and len(s3.written()) > 6
-    place = staged_folder(Url(PUBLISHED))
+    place = output_folder(PUBLISHED)
     with (
         only_writer(place, hidden(place, "lock")),
         pytest.raises(FolderInUseError, match=f"^{PUBLISHED} is being written"),

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_dualpipe.data import BYTES, Source, TextData, encode, load_data
-from moe_dualpipe.data.encode import encode_documents
-from moe_dualpipe.data.held_out import Split, is_held_out
+from moe_dualpipe.data.encode import Split, encode_documents, is_held_out
+from moe_dualpipe.data.samples import Text
 from moe_dualpipe.data.sources import split_weight
 from moe_dualpipe.data.tokenizer import ByteTokenizer
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 def source_of(tokens, name="", weight=1.0):
     stream = np.array(tokens, np.uint8)
-    return Source(name, weight, stream, stream, "")
+    return Source(name, weight, Text(stream), Text(stream), "")
 
 
 # ---- Batches ----
@@ -86,9 +86,9 @@ def test_held_out_batches_cover_the_held_out_text_evenly(folder, total):
         assert len(whole[0]) == total
         parts = [text.held_out_batch(first, 1, total, 16)[0] for first in range(total)]
         assert torch.equal(whole[0], torch.cat(parts))
-        assert whole[0][0].tolist() == text.sources[0].held_out[:16].tolist()
+        assert whole[0][0].tolist() == text.sources[0].held_out.streams[0][:16].tolist()
         if total > 5:
-            assert whole[1][-1].tolist() == text.sources[-1].held_out[-16:].tolist()
+            assert whole[1][-1].tolist() == text.sources[-1].held_out.streams[0][-16:].tolist()
 
 
 def test_the_fingerprint_is_that_of_the_text_and_its_weights():
@@ -194,7 +194,7 @@ def content_hash(text: str) -> int:
 
 
 def documents(stream) -> list[str]:
-    return [document for document in stream[:].tobytes().decode().split("\0") if document]
+    return [document for document in stream.streams[0][:].tobytes().decode().split("\0") if document]
 
 
 def sides(text) -> tuple[list[str], list[str]]:

@@ -150,7 +150,7 @@ def test_each_pass_has_each_chat_once_in_an_order_of_its_own(chats):
     train = text.sources[0].train
     assert isinstance(train, samples.Samples)
     count = len(train.sequences)
-    steps = [[train.drawn(seed, turn * count + i) for i in range(count)] for seed, turn in ((0, 0), (0, 1), (1, 0))]
+    steps = [[train.drawn(seed, turn * count + i, 0) for i in range(count)] for seed, turn in ((0, 0), (0, 1), (1, 0))]
     assert all(sorted(order) == [*range(count)] for order in steps) and len({*map(tuple, steps)}) == 3
     inputs, labels, documents = text.batch(0, 0, count, 96)
     seen = sorted(bytes(row[row != 0].tolist()).count(b"<user>") for row in inputs)

@@ -76,7 +76,8 @@ def test_a_source_whose_files_are_replaced_is_read_again(tmp_path, monkeypatch, 
     assert next(left, None) is None, "not all changes were made"
     versions += load_data(str(old), 8).sources
     assert any(
-        np.array_equal(found.train[:], version.train[:]) and np.array_equal(found.held_out[:], version.held_out[:])
+        np.array_equal(found.train.streams[0][:], version.train.streams[0][:])
+        and np.array_equal(found.held_out.streams[0][:], version.held_out.streams[0][:])
         for version in versions
     )
 

@@ -79,7 +79,9 @@ def test_each_format_has_the_documents_and_token_ids_of_jsonl(tmp_path, monkeypa
     assert [*Documents.find(str(tmp_path / name))] == [text for text in texts if text]
     (tmp_path / "same.jsonl").write_bytes(BOM_UTF8 + b"\n" + jsonl_bytes(texts).replace(b"\n", b"\n\n"))
     one, other = (load_data(str(tmp_path / path), 8).sources[0] for path in (name, "same.jsonl"))
-    assert np.array_equal(one.train[:], other.train[:]) and np.array_equal(one.held_out[:], other.held_out[:])
+    assert np.array_equal(one.train.streams[0][:], other.train.streams[0][:]) and np.array_equal(
+        one.held_out.streams[0][:], other.held_out.streams[0][:]
+    )
 
 
 BAD_LINES = {

@@ -34,7 +34,6 @@ from moe_dualpipe.data.stores import (
     open_folder,
     output_folder,
     read,
-    staged_folder,
     store,
     upload_file,
     url_of,
@@ -227,7 +226,7 @@ def test_a_copy_is_made_once_in_parts_and_again_after_it_was_dropped(s3, monkeyp
 
 @pytest.mark.usefixtures("s3")
 def test_paths_below_a_folder_that_stands_for_a_url_are_shown_as_urls(tmp_path):
-    staged, copies = staged_folder(Url(COPIED), str(tmp_path)), local_path(COPIED)
+    staged, copies = output_folder(COPIED, str(tmp_path)), local_path(COPIED)
     assert staged != copies and local_path(COPIED) == copies == local_path(str(staged))
     for folder in (staged, copies):
         assert str(url_of(folder / "a" / "b")) == f"{COPIED}/a/b" == printable(folder / "a" / "b")

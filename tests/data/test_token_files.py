@@ -24,7 +24,7 @@ from moe_dualpipe.data import (
     token_files,
 )
 from moe_dualpipe.data.encode import encode_documents
-from moe_dualpipe.data.one_writer import LOCK_FILE, only_writer
+from moe_dualpipe.data.files import LOCK_FILE, only_writer
 from moe_dualpipe.data.tokenizer import (
     UnknownTokenizer,
     digest,
@@ -134,7 +134,7 @@ def test_options_read_special_tokens_in_chats_as_one_id(prepared, tmp_path):
         assert main([*command, *option]) == 0
         text = load_data([str(chat), str(out)], 8, special_tokens=bool(option))
         for source in text.sources:
-            whole = np.concatenate([source.train[:], source.held_out[:]])
+            whole = np.concatenate([source.train.streams[0][:], source.held_out.streams[0][:]])
             assert [(whole == token).sum() for token in (320, 321, 322, 323)] == [9, 9, count, count]
 
 
@@ -222,7 +222,7 @@ def test_prepared_token_ids_decode_to_the_documents(prepared, kind, dtype):
     assert np.array_equal(read_stream(str(prepared / kind), tokenizer)[0][:], stream)  # for an evaluation
     both = load_data([str(prepared / kind), str(prepared / "a.jsonl")], 8)  # the same text, encoded at load time
     for side in ("train", "held_out"):
-        first, second = (getattr(source, side)[:] for source in both.sources)
+        first, second = (getattr(source, side).streams[0][:] for source in both.sources)
         assert first.dtype == second.dtype and np.array_equal(first, second)
     first, second = (source.bytes_per_token for source in both.sources)
     assert first == pytest.approx(second) == pytest.approx(both.bytes_per_token)
@@ -346,8 +346,8 @@ def test_a_bare_token_file_has_the_given_dtype(tmp_path):
     tokens.astype("<u2").tofile(tmp_path / "train.bin")
     (tokens[::-1] + 1).astype("<u2").tofile(tmp_path / "val.bin")  # as nanoGPT names them
     text = load_data(str(tmp_path), 8, vocab_size=1001)
-    assert text.sources[0].train[:].tolist() == tokens.tolist()
-    assert text.sources[0].held_out[:].tolist() == (tokens[::-1] + 1).tolist()
+    assert text.sources[0].train.streams[0][:].tolist() == tokens.tolist()
+    assert text.sources[0].held_out.streams[0][:].tolist() == (tokens[::-1] + 1).tolist()
     assert (text.tokenizer.end_id, str(text.tokenizer)) == (-1, "1,001 token ids without a tokenizer")
     with pytest.raises(ValueError, match=r"val.bin: token 142 is 1000, outside the vocabulary of 1000: "):
         load_data(str(tmp_path), 8, vocab_size=1000)
@@ -355,7 +355,7 @@ def test_a_bare_token_file_has_the_given_dtype(tmp_path):
         load_data([str(tmp_path), "LICENSE"], 8, 1001)
     tokens.astype("<u4").tofile(tmp_path / "wide.bin")
     alone = load_data(str(tmp_path / "wide.bin"), 8, 1000, dtype="uint32")
-    parts = [alone.sources[0].train[:], alone.sources[0].held_out[:]]
+    parts = [alone.sources[0].train.streams[0][:], alone.sources[0].held_out.streams[0][:]]
     assert [*map(len, parts)] == [2850, 150] and np.array_equal(np.concatenate(parts), tokens)
 
 
@@ -380,7 +380,7 @@ def test_megatrons_files_are_read_by_their_index(prepared, tmp_path, kind):
     path, stream = tmp_path / "a_text_document.bin", list(itertools.chain(*itertools.chain(*documents)))
     write_megatron(path, kind, documents)
     text = load_data(str(path), 8, vocab_size=101, dtype="uint32")
-    assert [*text.sources[0].train[:], *text.sources[0].held_out[:]] == stream
+    assert [*text.sources[0].train.streams[0][:], *text.sources[0].held_out.streams[0][:]] == stream
     assert text.tokenizer.end_id == tokenizer_from_json(text.tokenizer.to_json(), "here").end_id == 100
     with pytest.raises(ValueError, match="token 3 is 100, outside the vocabulary of 100"):
         load_data(str(path), 8, vocab_size=100)

@@ -10,8 +10,7 @@ import torch
 from moe_dualpipe.checkpoint.save import Saver
 from moe_dualpipe.expert_parallel.exchange import AsyncResult
 from moe_dualpipe.expert_parallel.shared.mailbox import Mailbox
-from moe_dualpipe.health.heartbeat import SAVING, CodePosition, Heartbeat, Progress
-from moe_dualpipe.health.waits import describe_waits
+from moe_dualpipe.health.heartbeat import SAVING, CodePosition, Heartbeat, Progress, describe_waits
 from moe_dualpipe.overlap import Collective, Comm, Engine
 from moe_dualpipe.runtime import P2P
 from moe_dualpipe.runtime.p2p import Message

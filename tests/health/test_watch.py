@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from moe_dualpipe.health import deadline, watch
-from moe_dualpipe.health.deadline import Deadline
+from moe_dualpipe.health import report, watch
 from moe_dualpipe.health.heartbeat import SAVING, Heartbeat, Progress, pid_namespace
+from moe_dualpipe.health.report import Deadline
 from moe_dualpipe.health.watch import RankFailure, Unchanged, Watchdog
 
 SILENT, STILL = 20, 90
@@ -165,7 +165,7 @@ def test_a_deadline_ends_the_process_after_20_checks_without_an_answer(monkeypat
     def end_process(code, text):
         raise SystemExit(f"{code} {text}")
 
-    monkeypatch.setattr(deadline, "end_process", end_process)
+    monkeypatch.setattr(report, "end_process", end_process)
     limit: Any = Deadline(1.0, "no answer")
     limit._over = SimpleNamespace(wait=wait)
     with pytest.raises(SystemExit, match=r"^1 .*: no answer\n$"):

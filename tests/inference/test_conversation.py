@@ -34,24 +34,25 @@ def template():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_stream_has_the_tokens_of_generate_up_to_a_stop(model, temperature):
-    prompt = torch.tensor([60, 70, 80])
-    whole = generate(model, [prompt], 20, 12, temperature, seed=4)[0].tolist()
-    sampling = Sampling(temperature)
-    assert [*conversation.stream(model, prompt, 20, 12, sampling, 4, [])] == whole
-    stop = whole[9]
-    assert [*conversation.stream(model, prompt, 20, 12, sampling, 4, [stop])] == whole[: whole.index(stop)]
+def test_tokens_are_told_as_they_are_drawn_up_to_a_stop(model, temperature):
+    prompt, told = torch.tensor([60, 70, 80]), []
+    drawing = {"temperature": temperature, "seed": 4, "on_tokens": lambda next_B: told.append(int(next_B[0]))}
+    whole = generate(model, [prompt], 20, 12, **drawing)[0].tolist()
+    assert told == whole
+    told.clear()
+    generate(model, [prompt], 20, 12, stop=[whole[9]], **drawing)
+    assert told == whole[: whole.index(whole[9]) + 1]
 
 
 def test_a_conversation_keeps_its_history_and_ctrl_c_ends_only_an_answer(model, template, monkeypatch, capsys):
     prompts, answers = [], iter([b"one", b"two", b"three"])
 
-    def stream(_model, prompt_S, *_):
-        prompts.append(bytes(prompt_S.tolist()).decode())
-        for token in next(answers):
+    def generated(_model, prompts_1S, *drawing, on_tokens):
+        prompts.append(bytes(prompts_1S[0].tolist()).decode())
+        for token in (*next(answers), drawing[-1][0]):
             if token == ord("w"):
                 raise KeyboardInterrupt
-            yield token
+            on_tokens(torch.tensor([token]))
 
     lines = iter(["a", KeyboardInterrupt, "", "b", "c", "/exit", "never read"])
 
@@ -61,7 +62,7 @@ def test_a_conversation_keeps_its_history_and_ctrl_c_ends_only_an_answer(model, 
             raise KeyboardInterrupt
         return line
 
-    monkeypatch.setattr(conversation, "stream", stream)
+    monkeypatch.setattr(conversation, "generate", generated)
     conversation.converse(model, BYTES, template, 9, 64, Sampling(), 0, read)
     assert capsys.readouterr().out == "one\n\nt\nthree\n" and next(lines) == "never read"
     assert prompts == [

@@ -23,8 +23,8 @@ from moe_dualpipe.runtime.background import Background
 from moe_dualpipe.runtime.groups import create_group
 from moe_dualpipe.runtime.p2p import Message
 from moe_dualpipe.runtime.rank_step import RankStep
+from moe_dualpipe.runtime.replicas import Shards
 from moe_dualpipe.runtime.stage_sums import WeightGathers
-from moe_dualpipe.runtime.zero import Shards
 from moe_dualpipe.schedule import Action, Recv, Schedule, Send, members
 from moe_dualpipe.schedule.comms import carried
 from moe_dualpipe.schedule.walk import result_name

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from moe_dualpipe.checkpoint import global_weights
-from moe_dualpipe.checkpoint.adapters import adapter_pairs
 from moe_dualpipe.checkpoint.huggingface.peft import kind_of
+from moe_dualpipe.checkpoint.weights import adapter_pairs
 from moe_dualpipe.kernels.fp8 import RECIPES
 from moe_dualpipe.models import RECOMPUTE, StageOptions, build_model
 from moe_dualpipe.models.adapters import squared_norms

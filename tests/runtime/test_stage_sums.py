@@ -10,11 +10,10 @@ from torch import nn
 
 from moe_dualpipe.expert_parallel.parameters import ExpertIds
 from moe_dualpipe.pipeline.pipeline import Pipeline
-from moe_dualpipe.runtime import zero
+from moe_dualpipe.runtime import replicas
 from moe_dualpipe.runtime.background import Background, covered
-from moe_dualpipe.runtime.replicas import ReplicaSet, gradient_norm
+from moe_dualpipe.runtime.replicas import ReplicaSet, Shards, gradient_norm
 from moe_dualpipe.runtime.stage_sums import GradientSums, StageOrder, WeightGathers, parts_of
-from moe_dualpipe.runtime.zero import Shards
 from moe_dualpipe.schedule import build
 from moe_dualpipe.schedule.stage_order import last_gradients, order_of_completion
 from tests.machines.record_launches import record_launches, tiny_model
@@ -46,7 +45,7 @@ def replica_set(made, group):
 
 def sums(rank, bucket_bytes):
     """Of divided and of whole sums: owned gradients, all gradients, and their norm."""
-    zero.BUCKET_BYTES = bucket_bytes
+    replicas.BUCKET_BYTES = bucket_bytes
     results = []
     for divide in (True, False):
         made = parameters(rank)
@@ -97,14 +96,14 @@ def test_parameters_of_several_stages_wait_for_the_last_of_them(monkeypatch):
 
 
 def test_the_largest_tensor_goes_to_the_owner_with_the_least():
-    assert zero.assign_owners({"a": 5, "b": 3, "c": 3, "d": 1}, 2) == {"a": 0, "b": 1, "c": 1, "d": 0}
+    assert replicas.assign_owners({"a": 5, "b": 3, "c": 3, "d": 1}, 2) == {"a": 0, "b": 1, "c": 1, "d": 0}
 
 
 def test_a_bucket_has_a_tensor_of_each_owner_or_fits():
     sizes = {f"t{i}": size for i, size in enumerate([3, 40, 7, 30, 21, 9, 5, 28, 33, 2, 64, 11, 6])}
     owners = {name: SimpleNamespace(owner=i % 3) for i, name in enumerate(sizes)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero, "BUCKET_BYTES", 100)
+        patch.setattr(replicas, "BUCKET_BYTES", 100)
         buckets = Shards.buckets(SimpleNamespace(num_owners=3, tensors=owners), sizes)  # type: ignore[arg-type]
     names = [name for bucket in buckets for part in bucket for name in part]
     assert sorted(names) == sorted(sizes)

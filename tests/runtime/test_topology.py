@@ -9,8 +9,14 @@ import torch.distributed as dist
 from moe_dualpipe.expert_parallel.gather import gather_objects
 from moe_dualpipe.runtime import topology
 from moe_dualpipe.runtime.groups import init_world
-from moe_dualpipe.runtime.topology import RankPlace, find_domains, machine_limit, place, placement_order
-from moe_dualpipe.runtime.versions import OtherVersionsError
+from moe_dualpipe.runtime.topology import (
+    OtherVersionsError,
+    RankPlace,
+    find_domains,
+    machine_limit,
+    place,
+    placement_order,
+)
 from moe_dualpipe.training.options import Request
 from moe_dualpipe.training.resolve import prepare
 from moe_dualpipe.training.run import watched_world

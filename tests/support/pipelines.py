@@ -10,9 +10,8 @@ from moe_dualpipe.models import ModelConfig, StageOptions, TransformerStage, bui
 from moe_dualpipe.runtime import P2P, Executor, TensorSpec
 from moe_dualpipe.runtime.groups import build_groups
 from moe_dualpipe.runtime.layout import Layout
-from moe_dualpipe.runtime.replicas import check_equal, gradient_norm, replica_sets
+from moe_dualpipe.runtime.replicas import Shards, check_equal, gradient_norm, replica_sets
 from moe_dualpipe.runtime.stage_sums import sum_gradients
-from moe_dualpipe.runtime.zero import Shards
 from moe_dualpipe.schedule import Costs, build, fill
 from tests.support.ranks import cosine_distance
 

@@ -88,7 +88,7 @@ def make_run(config: TrainConfig | list[str], rank=0, world_size=1, **given) -> 
 
 def make_trainer(rank, config, **given) -> Trainer:
     run = make_run(config, rank, torch.distributed.get_world_size(), **given)
-    return Trainer(run, extensions=run.instruments.extensions)
+    return Trainer(run)
 
 
 def weights_of(trainer) -> dict[str, torch.Tensor]:

@@ -174,7 +174,7 @@ def watched(loads_PLE, **model):
     rows = {layer + 1: layer for layer in range(loads_PLE.shape[1])}
     balance = SimpleNamespace(rows=rows, rate=0.003, after_step=lambda *_, **__: {})
     config = SimpleNamespace(model=dataclasses.replace(MODEL, **model))
-    balancing = Balancing(SimpleNamespace(balance=balance, device=None, config=config))
+    balancing = Balancing(SimpleNamespace(pipeline=SimpleNamespace(balance=balance, device=None), config=config))
     notes = {}
     for step, load_LE in enumerate(loads_PLE):
         update = Update(step, 1.0, 1.0, load_LE)

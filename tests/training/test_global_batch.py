@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from moe_dualpipe import Pipeline, join_world, train
 from moe_dualpipe.data import Source, TextData, load_data, prepare_data
-from moe_dualpipe.data.same_text import check_same_text
+from moe_dualpipe.data.samples import Text
 from moe_dualpipe.models import StageOptions, build_model
 from moe_dualpipe.schedule import build
 from moe_dualpipe.training.loop import train_loop
+from moe_dualpipe.training.step import check_same_text
 from tests.support.ranks import each, run_ranks
 from tests.support.runs import (
     MODEL,
@@ -43,7 +44,7 @@ LAYOUTS = {
 @given(st.integers(1, 3), st.integers(0, 9), st.integers(1, 24), st.integers(0, 5))
 def test_parts_of_a_step_are_parts_of_the_whole(sources, step, count, seed):
     streams = [np.random.default_rng(i).integers(0, 256, 500) for i in range(sources)]
-    text = TextData(tuple(Source(str(i), 1.0 + i, s, s, "") for i, s in enumerate(streams)))
+    text = TextData(tuple(Source(str(i), 1.0 + i, Text(s), Text(s), "") for i, s in enumerate(streams)))
     whole = text.batch(seed, step, count, 6)
     assert len(whole[0]) == count and (whole[1] >= 0).all() and text.all_labeled
     for dp in (n for n in range(1, count + 1) if count % n == 0):

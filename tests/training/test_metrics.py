@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.integrations.trackers import ID_FILE
+from moe_dualpipe.integrations.trackers import ID_FILE, TensorBoard
 from moe_dualpipe.models import PRESETS, preset
 from moe_dualpipe.models.costs import train_flops_per_token
 from moe_dualpipe.models.load_statistics import load_statistics
@@ -24,7 +24,6 @@ from moe_dualpipe.training.config import TrainConfig
 from moe_dualpipe.training.console import Console
 from moe_dualpipe.training.metrics import FIELDS, FILE, Metrics, merged, read_records, utilization
 from moe_dualpipe.training.resolve import Start
-from moe_dualpipe.training.sinks import TensorBoard
 from moe_dualpipe.training.step import peak_flops_of
 from tests.support.checkpoints import small_disk
 from tests.support.mutations import check_message, mutations

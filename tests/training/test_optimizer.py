@@ -17,8 +17,7 @@ from moe_dualpipe.runtime.groups import Groups
 from moe_dualpipe.runtime.learning_rate import learning_rate
 from moe_dualpipe.runtime.muon import orthogonalize
 from moe_dualpipe.runtime.optimizer import Optimizer
-from moe_dualpipe.runtime.replicas import ReplicaSet, replica_sets
-from moe_dualpipe.runtime.zero import assign_owners
+from moe_dualpipe.runtime.replicas import ReplicaSet, assign_owners, replica_sets
 from moe_dualpipe.training.config import OptimizerConfig
 from tests.support.pipelines import freeze
 from tests.support.ranks import run_ranks

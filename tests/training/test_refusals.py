@@ -14,7 +14,7 @@ from moe_dualpipe.commands.train import main
 from moe_dualpipe.messages import printable
 from moe_dualpipe.models import build_model
 from moe_dualpipe.training import resolve, train
-from moe_dualpipe.training.extensions.fixed_buffers import WAY_OUT
+from moe_dualpipe.training.extensions.replica_checks import WAY_OUT
 from moe_dualpipe.training.restart import Agreed
 from tests.support import special_experts
 from tests.support.checkpoints import write_manifest

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from moe_dualpipe.checkpoint import list_checkpoints
 from moe_dualpipe.runtime.groups import leave_store
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.runtime.versions import other_versions
+from moe_dualpipe.runtime.topology import other_versions
 from moe_dualpipe.training import Trainer, restart
 from moe_dualpipe.training.loop import train_loop
 from moe_dualpipe.training.restart import agree

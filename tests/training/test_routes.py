@@ -122,8 +122,8 @@ STEP = "step-000002-rank-0.safetensors"
     ({"record_routes": "s3://bucket/routes"}, "record_routes s3://bucket/routes must be a local folder"),
     ({"replay_routes": "s3://bucket/routes"}, "replay_routes s3://bucket/routes must be a local folder"),
     ({"record_routes": "same", "replay_routes": "./same"}, "record_routes and replay_routes are both same: use two"),
-    ({"record_routes": __file__}, "record_routes .*test_routes.py cannot be written: File exists"),
-    ({"record_routes": "/proc/routes"}, "record_routes /proc/routes cannot be written: No such file"),
+    ({"record_routes": __file__}, "cannot write to record_routes .*test_routes.py: File exists"),
+    ({"record_routes": "/proc/routes"}, "cannot write to record_routes /proc/routes: No such file"),
 ], ids=str)  # fmt: skip
 def test_routes_that_do_not_fit_are_one_line(tmp_path, recorded, changes, problem):
     changes = {name: value.format(tmp_path) if isinstance(value, str) else value for name, value in changes.items()}

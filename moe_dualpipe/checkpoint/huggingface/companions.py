@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...data import TOKENIZER_FILE, Tokenizer
-from ...data.strict_json import parse, read_bytes, read_named, reading
+from ...data.strict_json import parse, read_if_there, read_text, reading
 from ...kernels.fp8 import RECIPES, Fp8Recipe
 
 COMPANIONS_FILE, FP8_FILE = "published.json", "fp8.json"
@@ -32,8 +32,8 @@ def read_companions(folder: Path, tokenizer: bool = False) -> dict[str, str]:
     for name in (*NAMES, TOKENIZER_FILE) if tokenizer else NAMES:
         if not (path := folder / name).is_file():
             continue
+        texts[name] = read_text(path)
         with reading(path):
-            texts[name] = read_bytes(path).decode()
             if path.suffix == ".json":
                 parse(texts[name], allow_nan=True)
     return texts
@@ -41,10 +41,7 @@ def read_companions(folder: Path, tokenizer: bool = False) -> dict[str, str]:
 
 def companions_of(checkpoint: Path) -> dict[str, str]:
     """The texts that `companion_files` put into a checkpoint, by file name; {} if there are none. Raises ValueError."""
-    path = checkpoint / COMPANIONS_FILE
-    if not path.is_file():
-        return {}
-    return read_named(path, dict[Literal[NAMES], str])
+    return read_if_there(checkpoint / COMPANIONS_FILE, dict[Literal[NAMES], str]) or {}
 
 
 def stop_ids(companions: Mapping[str, str]) -> list[int]:
@@ -67,8 +64,8 @@ def fp8_file(recipe: str | None) -> dict[str, bytes]:
 
 def published_recipe(checkpoint: Path) -> Fp8Recipe | None:
     """The recipe that `fp8_file` put into a checkpoint. None if it has none, or one with blocks of another size."""
-    path = checkpoint / FP8_FILE
-    recipe = RECIPES.get(read_named(path, dict[str, str]).get("recipe", "")) if path.is_file() else None
+    found = read_if_there(checkpoint / FP8_FILE, dict[str, str]) or {}
+    recipe = RECIPES.get(found.get("recipe", ""))
     return recipe if recipe and recipe.weight_rows == recipe.block == BLOCK else None
 
 

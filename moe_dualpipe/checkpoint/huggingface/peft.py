@@ -25,7 +25,7 @@ from ...data.strict_json import read_named
 from ...messages import check_range, printable, quoted
 from ...models import ModelConfig
 from ...models.config import LORA_TARGETS, LoRA
-from ..atomic_folder import write_folder
+from ..destinations import write_folder
 from ..tensor_file import read_entry, read_header, write_tensors
 from ..weights import SavedModel, group_names
 from .companions import companions_of, encoded
@@ -229,9 +229,6 @@ class PeftAdapter:
             stored = read_entry(self._entries[key], self._status)  # may have the matrices of all experts
             for name in names:
                 tensors[name].copy_(self._matrix(self._keys[name], stored))
-
-    def close(self) -> None:
-        pass
 
     def _matrix(self, key: AdapterKey, stored: Tensor) -> Tensor:
         """A matrix of this model in a tensor of the file. Raises ValueError if its shape does not fit the rank."""

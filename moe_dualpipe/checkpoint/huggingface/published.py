@@ -49,7 +49,11 @@ class PublishedModel:
 
     def __init__(self, folder: Path):
         self.folder = self.where = folder
-        self.source = read_config_file(folder)
+        if not (folder / CONFIG_FILE).exists():
+            raise ValueError(
+                f"{printable(folder)} has no {CONFIG_FILE}: give the local folder of a published model (hf download)"
+            )
+        self.source = read_named(folder / CONFIG_FILE, dict[str, Any])
         try:
             self.architecture: Architecture = architecture_of(self.source)
             config = read_config(self.source)
@@ -101,10 +105,6 @@ class PublishedModel:
         for name, original in self._copies.items():
             if _OURS[original] in tensors:
                 self._compare(name, original)
-
-    def close(self) -> None:
-        """Remove the copies of files on a store."""
-        self._tensors.close()
 
     def _compare(self, name: str, original: str) -> None:
         first, second = (self._read(one, torch.float32).flatten() for one in (name, original))
@@ -190,16 +190,6 @@ def unstacked(entries: Mapping[str, TensorEntry], architecture: Architecture, ex
             at = f"{prefix}experts.{i // len(matrices)}.{matrices[i % len(matrices)]}.weight"
             found[at] = replace(entry, shape=shape, start=entry.start + i * math.prod(shape) * entry.dtype.itemsize)
     return found
-
-
-def read_config_file(folder: Path) -> dict[str, Any]:
-    """The contents of config.json. Raises ValueError if it cannot be read or is not an object."""
-    path = folder / CONFIG_FILE
-    if not path.exists():
-        raise ValueError(
-            f"{printable(folder)} has no {CONFIG_FILE}: give the local folder of a published model (hf download)"
-        )
-    return read_named(path, dict[str, Any])
 
 
 def blocks_of(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -30,10 +30,10 @@ from ...kernels.fp8 import DTYPE as FP8_DTYPE
 from ...kernels.fp8 import Fp8Recipe
 from ...messages import printable, quoted
 from ...models import ModelConfig, TransformerStage
-from ..atomic_folder import write_folder
+from ..destinations import write_folder
 from ..tensor_file import INDEX_FILE, SINGLE_FILE, write_tensors
 from ..weights import SavedModel, global_weights
-from .architectures import ALIASES, ARCHITECTURES, Architecture
+from .architectures import ALIASES, ARCHITECTURES
 from .companions import (
     BLOCK,
     companions_of,
@@ -107,8 +107,7 @@ class ExportPlan:
 
         listed = {name: file for file, names in shards.items() for name in names}
         index = {"metadata": {"total_size": sum(self.sizes.values())}, "weight_map": listed}
-        made = {INDEX_FILE: index} if len(shards) > 1 else {}
-        files = {**self.files, **{name: encoded(value) for name, value in made.items()}}
+        files = {**self.files, **({INDEX_FILE: encoded(index)} if len(shards) > 1 else {})}
         write_folder(folder, write, lambda _: {**files, CONFIG_FILE: encoded(self.config)})
 
     def _tensors(self, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
@@ -171,7 +170,7 @@ def plan_export(
     """
     companions = companions or {}
     source = published_config(companions)
-    found, config, fits = _written_config(model, source)
+    layout, config, fits = _written_config(model, source)
     if not fits:
         config |= special_ids(tokenizer, source)
     stored = DTYPES.get(str(source.get("torch_dtype") or source.get("dtype") or ""))
@@ -180,7 +179,6 @@ def plan_export(
     if dtype not in names:
         raise ValueError(f"an export has dtype {', '.join(DTYPES)}: got {dtype}")
     config["torch_dtype"] = names[dtype]
-    layout = TensorLayout(model, found, found.interleaved and is_interleaved(config))
     shapes = published_shapes(layout)
     shapes |= {name: shapes[original] for name, original in layout.copies().items()} | layout.unused()
     planned = {
@@ -202,8 +200,8 @@ def plan_export(
     return ExportPlan(layout, dtype, read, planned, config, files, fp8, {} if update_norms is None else update_norms)
 
 
-def _written_config(model: ModelConfig, source: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any], bool]:
-    """The architecture of an export, its config.json, and whether they are those of `source`, a config.json."""
+def _written_config(model: ModelConfig, source: Mapping[str, Any]) -> tuple[TensorLayout, dict[str, Any], bool]:
+    """The published tensors of an export, its config.json, and whether they are those of `source`, a config.json."""
     kind = str(source.get("model_type"))
     started = ARCHITECTURES.get(ALIASES.get(kind, kind))
     fits = bool(started and not model.own_layers and not misfits(model, started))
@@ -212,14 +210,13 @@ def _written_config(model: ModelConfig, source: Mapping[str, Any]) -> tuple[Arch
     if fits:
         config = {**{key: value for key, value in source.items() if key not in _REPLACED}, **config}
         config["max_position_embeddings"] = source.get("max_position_embeddings", config["max_position_embeddings"])
-    return found, config, fits
+    return TensorLayout(model, found, found.interleaved and is_interleaved(config)), config, fits
 
 
 def layout_of(model: ModelConfig, companions: Mapping[str, str]) -> TensorLayout:
     """The published tensors of a model that started from the folder with these files. Raises ValueError if no published
     architecture can express it."""
-    found, config, _ = _written_config(model, published_config(companions))
-    return TensorLayout(model, found, found.interleaved and is_interleaved(config))
+    return _written_config(model, published_config(companions))[0]
 
 
 def _with_scales(

@@ -12,11 +12,23 @@ from .local_copies import (
     local_path,
     open_folder,
     output_folder,
-    staged_folder,
     url_of,
 )
-from .store import QUICK, Patience, StoredFile, delete, delete_folder, info, list_folder, read, upload_file, write
-from .urls import StorageError, Url, is_url
+from .store import (
+    QUICK,
+    Patience,
+    StorageError,
+    StoredFile,
+    Url,
+    delete,
+    delete_folder,
+    info,
+    is_url,
+    list_folder,
+    read,
+    upload_file,
+    write,
+)
 
 __all__ = [
     "QUICK",
@@ -37,7 +49,6 @@ __all__ = [
     "open_folder",
     "output_folder",
     "read",
-    "staged_folder",
     "upload_file",
     "url_of",
     "write",

@@ -26,10 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from ...messages import printable, show_as
-from ..one_writer import open_locked
-from ..synced_files import sync
-from .store import StoredFile, info, list_folder, read_parts
-from .urls import StorageError, Url, is_url, storage_error
+from ..files import open_locked, sync
+from .store import StorageError, StoredFile, Url, info, is_url, list_folder, read_parts, storage_error
 
 _STANDS_FOR: dict[Path, Url] = {}
 _opened: dict[Path, dict[str, StoredFile]] = {}
@@ -58,16 +56,16 @@ def local_path(text: str | os.PathLike[str]) -> Path:
     return _register(base_folder(None) / _COPIES / _name(url), url)
 
 
-def staged_folder(url: Url, staging: str | None = None) -> Path:
-    """The folder in which a run writes what it uploads to `url`. Raises ValueError if it cannot be created."""
-    return _register(base_folder(staging) / "staged" / _name(url), url)
-
-
 def output_folder(text: str, staging: str | None = None) -> Path:
-    """Where to write a path or URL: the path itself, or the staged folder. Raises ValueError."""
+    """Where to write a path or URL: the path itself, or the staged folder, whose files are uploaded later.
+
+    Raises ValueError if it cannot be created.
+    """
     if text.startswith(_HUB):
         raise ValueError(f"{printable(text)} can only be read: write to a folder, s3://, gs:// or az://")
-    return staged_folder(Url(text), staging) if is_url(text) else Path(text.removeprefix("file://"))
+    if not is_url(text):
+        return Path(text.removeprefix("file://"))
+    return _register(base_folder(staging) / "staged" / _name(Url(text)), Url(text))
 
 
 def url_of(path: Path) -> Url | None:

@@ -23,7 +23,7 @@ from torch.utils.benchmark import Timer
 
 from ... import __version__
 from ...expert_parallel.gather import gather_objects
-from ...health.deadline import Deadline
+from ...health.report import Deadline
 from ...health.watch import PATIENCE
 from ...messages import list_ranks, plural, printable
 from ...runtime.groups import create_group, leave_world

@@ -7,20 +7,16 @@ ones, such as the profiler of `--profile`.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from ...data import GivenBatches, TextData
 from ...health.heartbeat import Progress
-from ...models import TransformerStage
-from ...pipeline import Balance, Pipeline
+from ...pipeline import Pipeline
 from ...runtime.buffers import Buffers
-from ...runtime.layout import Layout
 from ...runtime.optimizer import Optimizer
 from ..config import TrainConfig
+from ..resolve import Run
 
 
 @dataclass(slots=True)
@@ -63,25 +59,19 @@ class Extension:
 
 
 class Trained(Protocol):
-    """The part of the trainer that extensions may use. first_step: steps that were done before the run.
+    """The part of the trainer that extensions may use.
 
-    resumed: the checkpoint that the run continues, which is already loaded. own_sequences: the sequences of a step that
-    this data-parallel rank runs. text: what the run reads.
+    run: what was decided before. `run.start.resume` is already loaded. own_sequences: the sequences of a step that this
+    data-parallel rank runs.
     """
 
+    run: Run
     config: TrainConfig
-    text: TextData | GivenBatches
     pipeline: Pipeline
-    stages: dict[int, TransformerStage]
-    layout: Layout
-    device: torch.device
-    balance: Balance
     buffers: Buffers
     optimizer: Optimizer
     progress: Progress
-    first_step: int
     remote_bytes: int
-    resumed: Path | None
 
     @property
     def own_sequences(self) -> range: ...

@@ -17,7 +17,7 @@ WINDOWS = 10
 
 class Balancing(Extension):
     def __init__(self, trainer: Trained):
-        self.balance, self.device, self.model = trainer.balance, trainer.device, trainer.config.model
+        self.balance, self.device, self.model = trainer.pipeline.balance, trainer.pipeline.device, trainer.config.model
         self._recent: deque[Tensor] = deque(maxlen=PERIOD)
         self._vio: deque[Tensor] = deque(maxlen=PERIOD)
         self._total_LE: Tensor | None = None  # of the recent steps

@@ -37,7 +37,8 @@ class ExpertMoves(Extension):
         self.shape = _count_machines(pipeline), pipeline.model.expert_groups
         self._load_LE = torch.zeros(self.balance.shape, dtype=torch.int64)  # since the last decision
         saved = self._own_state()
-        if trainer.resumed and load_saved(trainer.resumed, saved):  # a run without moves has not saved them
+        resumed = trainer.run.start.resume
+        if resumed and load_saved(resumed, saved):  # a run without moves has not saved them
             slots = tuple(map(tuple, saved["expert_slots"].tolist()))
             self._move(ExpertPlacement(slots, pipeline.layout.ep))
 

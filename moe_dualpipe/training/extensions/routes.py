@@ -13,11 +13,11 @@ from ...checkpoint.routes import (
     SUFFIX,
     RecordedRoutes,
     check_same_run,
-    check_writable,
     run_of_file,
     write_routes,
 )
 from ...data import TextData
+from ...data.files import make_folder
 from ...data.stores import local_path
 from ...data.token_files import SCAN_LIMIT
 from ...messages import printable
@@ -34,7 +34,8 @@ class Routes(Extension):
 
     def __init__(self, trainer: Trained):
         self.trainer, self.batch, self.model = trainer, trainer.config.batch, trainer.config.model
-        modules = (module for stage in trainer.stages.values() for module in stage.modules() if isinstance(module, MoE))
+        stages, self.device = trainer.pipeline.stages.values(), trainer.pipeline.device
+        modules = (module for stage in stages for module in stage.modules() if isinstance(module, MoE))
         self.layers = {moe.layer: moe for moe in modules if moe.layer < self.model.num_layers}  # not those of MTP
         self.run = build_on_all_ranks(self._run)
         self.folder = local_path(self.batch.record_routes) if self.batch.record_routes else None
@@ -43,7 +44,7 @@ class Routes(Extension):
 
     def _run(self) -> dict[str, Any]:
         """What the numbers in the routes of this run depend on. A program's batches are its own."""
-        model, batch, text = self.model, self.batch, self.trainer.text
+        model, batch, text = self.model, self.batch, self.trainer.run.text
         of_text = isinstance(text, TextData)
         return {
             "layers": [block for block in model.routed_blocks() if block < model.num_layers],
@@ -61,7 +62,7 @@ class Routes(Extension):
         for layer, moe in self.layers.items():
             if type(moe.router).choose is not Router.choose:
                 raise ValueError(f"replay_routes needs --router topk: got {self.model.router}")
-            for step in range(self.trainer.first_step, steps):
+            for step in range(self.trainer.run.start.first_step, steps):
                 recorded.check(layer, self._samples(step))
                 if recorded.bytes <= SCAN_LIMIT:
                     recorded.read(layer, self._samples(step), self.batch.seq_len)
@@ -71,13 +72,13 @@ class Routes(Extension):
         """Leave only the routes of this run in the folder, of the steps before the first one."""
         if self.folder is None:
             return
-        check_writable(self.folder, "record_routes")
-        for file in sorted(self.folder.glob(f"*{SUFFIX}")) if self.trainer.layout.rank == 0 else ():
+        make_folder(self.folder, f"record_routes {printable(self.folder)}")
+        for file in sorted(self.folder.glob(f"*{SUFFIX}")) if self.trainer.pipeline.layout.rank == 0 else ():
             match, found = _NAME.fullmatch(file.name), run_of_file(file)
             if match is None or found.keys() != self.run.keys():
                 raise ValueError(f"record_routes: {printable(file)} is not of this run: use an empty folder")
             check_same_run(file, found, self.run)
-            if int(match[1]) > self.trainer.first_step:
+            if int(match[1]) > self.trainer.run.start.first_step:
                 file.unlink()
 
     def _samples(self, step: int) -> range:
@@ -90,10 +91,10 @@ class Routes(Extension):
             cp = 1 if moe.context is None else moe.context.size
             if self.replayed:
                 routes_RSK = self.replayed.read(layer, samples, self.batch.seq_len)
-                moe.replayed_RSK = (moe.context.cut(routes_RSK) if moe.context else routes_RSK).to(self.trainer.device)
+                moe.replayed_RSK = (moe.context.cut(routes_RSK) if moe.context else routes_RSK).to(self.device)
             if self.folder:
                 shape = len(samples), self.batch.seq_len // cp, self.model.experts_per_token
-                moe.recorded_RSK = torch.full(shape, -1, device=self.trainer.device)
+                moe.recorded_RSK = torch.full(shape, -1, device=self.device)
 
     def after_update(self, update: Update) -> None:
         if self.folder is None:
@@ -107,5 +108,5 @@ class Routes(Extension):
             found[layer] = samples_R[here_R], routes_RSK[here_R]
         if any(moe.context and moe.context.rank for moe in self.layers.values()):
             return  # the first rank of each context writes for all
-        name = f"step-{update.step + 1:06d}-rank-{self.trainer.layout.rank}{SUFFIX}"
+        name = f"step-{update.step + 1:06d}-rank-{self.trainer.pipeline.layout.rank}{SUFFIX}"
         write_routes(self.folder / name, found, self.run)

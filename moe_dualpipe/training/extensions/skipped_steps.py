@@ -9,8 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...health.program import program_name
-from ...health.report import print_now
+from ...health.report import print_now, program_name
 from . import Extension, Update
 
 

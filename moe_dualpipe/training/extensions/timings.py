@@ -34,6 +34,6 @@ class Timings(Extension):
         update.record |= {"seconds": round(seconds, 4), "tokens": tokens, "tokens_per_s": round(tokens / seconds, 1)}
         if self.utilization:
             update.record["mfu"] = round(self.utilization * tokens / seconds, 4)
-        update.record |= {"peak_memory_mb": round(peak_memory_mb(trainer.device), 1), **self._background}
+        update.record |= {"peak_memory_mb": round(peak_memory_mb(trainer.pipeline.device), 1), **self._background}
         if trainer.remote_bytes:
             update.record["mb_between_machines"] = round(trainer.remote_bytes / 1e6, 3)
