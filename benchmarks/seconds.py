@@ -13,8 +13,9 @@
 
 All are trained by characters on the same sequences in the same order, with the same warm-up, cosine and clipping, and
 are scored on the same held-out sequences: the last tenth of the text. The learning rate of each is the best of LRS at
-the first budget. A budget is a number of steps: the seconds, divided by the median CPU time of a step. It is measured
-first, by all programs in turns, without compilation and scoring. So losses do not depend on what else the machine does.
+the first budget. A budget is a number of steps: the seconds, divided by the CPU time of a step, its first quartile,
+because what else the machine does only adds to it. It is measured first, by all programs in turns, without compilation
+and scoring.
 """
 
 import statistics
@@ -264,8 +265,12 @@ class Curve:
     tried: dict[float, float] = field(default_factory=dict)
     losses: list[list[float]] = field(default_factory=list)
 
+    @property
+    def step_ms(self) -> float:
+        return statistics.quantiles(self.ms, method="inclusive")[0]
+
     def steps(self, seconds: float) -> int:
-        return max(1, round(1e3 * seconds / statistics.median(self.ms)))
+        return max(1, round(1e3 * seconds / self.step_ms))
 
     def cells(self) -> list[str]:
         tried = ", ".join(f"{lr}: {loss:.3f}" for lr, loss in self.tried.items())

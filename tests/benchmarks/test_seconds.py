@@ -48,6 +48,6 @@ def test_the_best_learning_rate_of_each_program_is_taken_and_drawn(tmp_path, cap
 
 
 def test_a_budget_is_a_number_of_steps():
-    curve = Curve([10.0, 20.0, 400.0], 0.01, {0.01: 2.0}, [[1.5, 1.25, 1.75]])
+    curve = Curve([10.0, 20.0, 30.0, 400.0, 500.0], 0.01, {0.01: 2.0}, [[1.5, 1.25, 1.75]])
     assert [curve.steps(seconds) for seconds in (0.001, 1, 30)] == [1, 50, 1500]
-    assert curve.cells() == ["20.0 (10.0 to 400.0)", "**0.01** of 0.01: 2.000", "1.500 (1.250 to 1.750)"]
+    assert curve.cells() == ["20.0 (10.0 to 500.0)", "**0.01** of 0.01: 2.000", "1.500 (1.250 to 1.750)"]
