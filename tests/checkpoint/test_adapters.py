@@ -67,6 +67,7 @@ def test_peft_computes_the_same_with_an_exported_adapter(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.quick("qwen2_moe", "deepseek_v2")
 def test_merged_weights_compute_the_same(name, tmp_path):
     base, model, checkpoint = saved_run(tmp_path, name)
     plan = plan_checkpoint_export(checkpoint, torch.float32)
@@ -90,6 +91,7 @@ def test_a_target_alone_and_a_router_are_written_for_peft(tmp_path):
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.quick("mixtral", "qwen2_moe", "deepseek_v3")
 def test_an_adapter_of_peft_loads(name, tmp_path):
     base, model, checkpoint = saved_run(tmp_path, name, LORA_TARGETS if name == "deepseek_v3" else ())
     plan_adapter_export(checkpoint).write(tmp_path / "first")

@@ -108,6 +108,7 @@ def test_experts_and_all_gradients(name, dtype, config, weighting):
 
 
 @pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.quick("True")
 def test_choices_of_no_expert_do_not_use_their_weights(bound):
     """bound: the order has room for all choices, as on a GPU, where the valid ones are not counted."""
     ids = torch.randint(-1, 4, (9, 3))
