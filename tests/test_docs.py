@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -314,7 +315,7 @@ def test_the_program_with_its_own_batches_runs():
     (program,) = [
         code for code in re.findall(r"```python\n(.*?)```", PYTHON_PAGE, re.DOTALL) if "batches=count" in code
     ]
-    variables = {"SHALLOW": SHALLOW}
+    variables: dict[str, Any] = {"SHALLOW": SHALLOW}
     exec(program.replace("steps=10", "model=SHALLOW, steps=8"), variables)
     assert 0 < variables["loss"] < 5.5  # log(256) = 5.55 before
 
@@ -323,7 +324,7 @@ def test_the_first_program_of_the_page_runs(capsys):
     program = re.findall(r"```python\n(.*?)```", PYTHON_PAGE, re.DOTALL)[0]
     fewer = program.replace("steps=10", "model=SHALLOW, steps=2")
     fewer = fewer.replace("seq_len=64", f"data=({TEXT!r},), batch_size=4, seq_len=16")
-    variables = {"SHALLOW": SHALLOW}
+    variables: dict[str, Any] = {"SHALLOW": SHALLOW}
     exec(fewer.replace("< 3.5", "< 99"), variables)
     assert re.fullmatch(r"step 1: loss \d\.\d\d\n", capsys.readouterr().out)
     assert 5 <= len(variables["text"]) <= 20  # 20 bytes; a character has up to 4
