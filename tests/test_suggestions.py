@@ -93,9 +93,11 @@ PLAN = "plan estimate --model olmoe-1b-7b --gpu h100"
     "schedule check dualpipev --pp 2 --micro-batches 3",
     f"{PLAN} --gpus 8 --batch-size 48 --pp 3", f"{PLAN} --gpus 8 --batch-size 48 --tp 3", f"{PLAN} --gpus 8 --ep 16",
     f"{PLAN} --gpus 7 --batch-size 14 --ep 3",
-    f"{PLAN} --gpus 8 --batch-size 3", f"{PLAN} --gpus 8 --micro-batch-size 3", f"{PLAN} --gpus 8 --batch-size 48 --cp 3",
+    f"{PLAN} --gpus 8 --batch-size 3", f"{PLAN} --gpus 8 --micro-batch-size 3",
+    f"{PLAN} --gpus 8 --batch-size 48 --cp 3",
     f"{PLAN} --gpus 8 --batch-size 48 --pp 8 --vpp 4", f"{PLAN} --gpus 8 --pp 8 --schedule dualpipe --batch-size 8",
-    f"{PLAN} --gpus 6 --batch-size 48 --pp 3 --schedule dualpipe", "plan search --model tiny --gpu h100 --gpus 100 --batch-size 7",
+    f"{PLAN} --gpus 6 --batch-size 48 --pp 3 --schedule dualpipe",
+    "plan search --model tiny --gpu h100 --gpus 100 --batch-size 7",
 ])  # fmt: skip
 def test_every_number_that_a_command_suggests_is_accepted(capsys, line):
     words = line.split()
