@@ -141,6 +141,7 @@ def test_tiles_cover_every_row_once(counts, block):
 
 
 @both_paths
+@pytest.mark.quick("tma")
 def test_wgrad_adds_to_an_existing_gradient_in_fp32(config):
     dy, x, offsets = normal(30, 24, dtype=DTYPES[-1]), normal(30, 40, dtype=DTYPES[-1]), offsets_of([10, 0, 20])
     with all_kernels(config):
