@@ -6,7 +6,6 @@ import re
 import shlex
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 
@@ -67,6 +66,8 @@ def test_transformers_generates_the_tokens_of_the_merged_model(folder):
 
 
 def test_peft_loads_the_adapter(folder):
+    import peft  # takes seconds
+
     base = transformers_model(folder / "OLMoE", torch.float32)
     ids = torch.arange(20)[None]
     before = base(ids).logits
