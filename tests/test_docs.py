@@ -22,6 +22,7 @@ from moe_dualpipe.expert_parallel import Link
 from moe_dualpipe.schedule import NAMES, Costs
 from moe_dualpipe.schedule.compare import compare, compared
 from moe_dualpipe.tools.drawing.tables import format_number
+from moe_dualpipe.training import MetricsConfig
 from moe_dualpipe.training.options import parse_arguments
 from tests.support.runs import SHALLOW, TEXT
 
@@ -322,9 +323,9 @@ def test_the_program_with_its_own_batches_runs():
 
 def test_the_first_program_of_the_page_runs(capsys):
     program = re.findall(r"```python\n(.*?)```", PYTHON_PAGE, re.DOTALL)[0]
-    fewer = program.replace("steps=10", "model=SHALLOW, steps=2")
+    fewer = program.replace("steps=10", "model=SHALLOW, metrics=FEW, steps=2")
     fewer = fewer.replace("seq_len=64", f"data=({TEXT!r},), batch_size=4, seq_len=16")
-    variables: dict[str, Any] = {"SHALLOW": SHALLOW}
+    variables: dict[str, Any] = {"SHALLOW": SHALLOW, "FEW": MetricsConfig(eval_sequences=4)}
     exec(fewer.replace("< 3.5", "< 99"), variables)
     assert re.fullmatch(r"step 1: loss \d\.\d\d\n", capsys.readouterr().out)
     assert 5 <= len(variables["text"]) <= 20  # 20 bytes; a character has up to 4

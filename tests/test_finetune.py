@@ -20,6 +20,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "finetune.md").read_text()
 COMMANDS = re.findall(r"^((?:python train\.py|moe-dualpipe (?:generate|export)) .*)$", PAGE, re.MULTILINE)
 (ROW,) = re.findall(r"```json\n(.+)\n```", PAGE)
 SMALLER = {"--seq-len": "64", "--steps": "3"}
+FEWER = ["--sample-tokens", "0", "--batch-size", "4", "--set", "metrics.eval_sequences=4"]
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"  # noqa: E501
 
 
@@ -44,7 +45,7 @@ def folder(tmp_path_factory) -> Path:
                     words[words.index(option) + 1] = value
             if words[0] == "python":
                 short = [] if "--steps" in words else ["--steps", "3", "--seq-len", "64"]
-                train([*words[2:], *short, "--sample-tokens", "0", "--batch-size", "4"])
+                train([*words[2:], *short, *FEWER])
             else:
                 assert not cli.main([*words[1:], *(["--sample-tokens", "4"] if "generate" in words else [])]), line
     return folder

@@ -21,7 +21,7 @@ MODEL = ModelConfig(
     dense_size=24, expert_size=12, num_experts=4, experts_per_token=2, init_std=0.5,
 )  # fmt: skip
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"  # noqa: E501
-SMALLER = ["--num-layers", "2", "--set", "model.hidden_size=32", "model.head_dim=8"]
+SMALLER = ["--num-layers", "2", "--set", "model.hidden_size=32", "model.head_dim=8", "metrics.eval_sequences=2"]
 
 
 @pytest.fixture

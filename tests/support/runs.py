@@ -218,5 +218,5 @@ def _launch(arguments, folder, stdout, stderr):
 
 SMALL = [
     *("--num-layers", 2, "--seq-len", 32, "--batch-size", 4, "--micro-batch-size", 1, "--sample-tokens", 12),
-    *("--set", "model.hidden_size=32", "model.head_dim=8", "metrics.eval_sequences=8", "--data", TEXT),
+    *("--set", "model.hidden_size=32", "model.head_dim=8", "metrics.eval_sequences=4", "--data", TEXT),
 ]
