@@ -109,7 +109,7 @@ CORRECT = [
     f"{kind} {getattr(layer, '__name__', layer)} {sizes.get('num_experts', 4)}" for kind, layer, sizes, _ in CORRECT
 ])  # fmt: skip
 @pytest.mark.quick(
-    "experts swiglu 4", "experts DropoutExperts 4", "experts ScaledExperts 4", "router topk 1",
+    "experts swiglu 4", "experts Shares 4", "experts DropoutExperts 4", "experts ScaledExperts 4", "router topk 1",
     "router Skips 4", "attention gqa 4", "attention Scaled 4", "block prenorm 20",
 )  # fmt: skip
 def test_a_correct_layer_breaks_no_law(kind, layer, sizes, skipped):
