@@ -70,7 +70,7 @@ def test_every_wrong_value_in_run_json_is_refused_or_changes_nothing(run, signed
     path.write_bytes(expected.encode())
     saved, refused = json.loads(path.read_text()), 0
     values = {key: value for key, value in saved.items() if key != "checksum" or not signed}
-    for _, text in [*mutations(values)][::7]:  # of the 20 mutations of each value, three others
+    for _, text in [*mutations(values)][::3]:  # of the 20 mutations of each value, another third
         try:
             value = json.loads(text)
             if signed and isinstance(value, dict):
