@@ -137,7 +137,6 @@ def test_the_files_are_as_deepseek_publishes_them(tmp_path):
     ("experts", "ue8m0", (), True), ("experts", "ue8m0", ("--dtype", "float32"), False),
     ("experts", "mxfp8", (), False), ("off", "ue8m0", (), False),
 ])  # fmt: skip
-@pytest.mark.quick("experts-ue8m0-options0-True", "experts-mxfp8-options2-False")
 def test_a_run_with_experts_in_fp8_exports_them_so(fp8, recipe, options, scales, tmp_path):
     run = settings(
         tmp_path / "run",
