@@ -114,7 +114,7 @@ def programs(draw):
     return Program(steps, draw(st.lists(st.integers(0, len(steps)), min_size=1, max_size=3)))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(programs(), programs(), st.sampled_from([None, False, True]))
 def test_any_program_has_the_gradients_of_plain_autograd_and_waits_once_for_each_transfer(one, other, queued):
     """One after the other, or the backward of one beside the forward of the other, in the order of a CPU or a GPU."""

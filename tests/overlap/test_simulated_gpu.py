@@ -86,7 +86,7 @@ def test_a_side_stream_holds_what_it_must_and_no_longer():
 
 
 @pytest.mark.long
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     layers=st.integers(1, 3), dense=st.integers(0, 1), shared=st.integers(0, 1), length=st.integers(1, 9),
     recompute=st.sampled_from(["none", "norms", "attention", "full"]),

@@ -23,7 +23,7 @@ from moe_dualpipe.schedule import (
 from moe_dualpipe.schedule.compare import compare
 from tests.support.schedules import costs, sizes, small
 
-MANY = settings(max_examples=20, deadline=None)
+MANY = settings(max_examples=40, deadline=None)
 
 
 def parts(c):
@@ -126,7 +126,7 @@ def test_peak_bytes_count_each_stage_with_its_own_size():
 # ---- General laws ----
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(sizes(most_ranks=4), costs(), st.integers(0, 3), st.data())
 def test_times_equal_a_tick_by_tick_simulation(size, c, comm, data):
     """In the reference, each idle rank starts its next action at the first tick at which all inputs have arrived."""
