@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
 
 
 SLOWEST = (
-    "training", "checks", "tests", "gpu", "benchmarks", "launch", "runtime", "inference", "checkpoint", "profiler",
+    "training", "checks", "tests", "pipeline", "inference", "gpu", "runtime", "checkpoint", "planner", "profiler",
 )  # fmt: skip
 """Folders with long files, the longest first."""
 

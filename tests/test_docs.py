@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,9 @@ from moe_dualpipe.expert_parallel import Link
 from moe_dualpipe.schedule import NAMES, Costs
 from moe_dualpipe.schedule.compare import compare, compared
 from moe_dualpipe.tools.drawing.tables import format_number
+from moe_dualpipe.training import MetricsConfig
 from moe_dualpipe.training.options import parse_arguments
-from tests.support.runs import TEXT
+from tests.support.runs import SHALLOW, TEXT
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = ROOT.parent / "shared" / "data" / "deepseek_v3_train_trace.json.gz"
@@ -134,8 +136,9 @@ def test_a_picture_of_a_schedule_is_what_the_command_draws(picture, tmp_path):
 
 def test_the_numbers_of_the_lesson(capsys):
     """Those that no single command prints: schedules side by side, and predictions of the planner."""
+    pairs = [compare(4, 8, Costs(FB=pair)) for pair in (3, 2)]
     for row in re.findall(r"^\| (\w+) \|(( [\d.]+ \|){4})$", LESSON, re.MULTILINE):
-        found = [next(e for e in compare(4, 8, Costs(FB=pair)) if e.name == row[0]) for pair in (3, 2)]
+        found = [next(entry for entry in entries if entry.name == row[0]) for entries in pairs]
         memory = (
             found[0].in_model_stages(getattr(found[0].timeline, kind)) for kind in ("peak_activations", "parameters")
         )
@@ -258,7 +261,8 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 SMALLER = {
-    "steps=100": "steps=3",
+    "steps=100": "steps=2",
+    "num_tokens=120": "num_tokens=4",
     "layers=2, seq=256, tokens=1024": "layers=1, seq=64, tokens=128",
     "rounds=1": "rounds=1, link=Link(0.1)",  # recorded once, not until a fitted link agrees with the recording
 }
@@ -312,15 +316,16 @@ def test_the_program_with_its_own_batches_runs():
     (program,) = [
         code for code in re.findall(r"```python\n(.*?)```", PYTHON_PAGE, re.DOTALL) if "batches=count" in code
     ]
-    variables = {}
-    exec(program.replace("steps=10", "steps=5"), variables)
+    variables: dict[str, Any] = {"SHALLOW": SHALLOW}
+    exec(program.replace("steps=10", "model=SHALLOW, steps=8"), variables)
     assert 0 < variables["loss"] < 5.5  # log(256) = 5.55 before
 
 
 def test_the_first_program_of_the_page_runs(capsys):
     program = re.findall(r"```python\n(.*?)```", PYTHON_PAGE, re.DOTALL)[0]
-    fewer = program.replace("steps=10", "steps=2").replace("seq_len=64", f"data=({TEXT!r},), seq_len=16")
-    variables = {}
+    fewer = program.replace("steps=10", "model=SHALLOW, metrics=FEW, steps=2")
+    fewer = fewer.replace("seq_len=64", f"data=({TEXT!r},), batch_size=4, seq_len=16")
+    variables: dict[str, Any] = {"SHALLOW": SHALLOW, "FEW": MetricsConfig(eval_sequences=4)}
     exec(fewer.replace("< 3.5", "< 99"), variables)
     assert re.fullmatch(r"step 1: loss \d\.\d\d\n", capsys.readouterr().out)
     assert 5 <= len(variables["text"]) <= 20  # 20 bytes; a character has up to 4

@@ -6,7 +6,6 @@ import re
 import shlex
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 
@@ -21,6 +20,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "finetune.md").read_text()
 COMMANDS = re.findall(r"^((?:python train\.py|moe-dualpipe (?:generate|export)) .*)$", PAGE, re.MULTILINE)
 (ROW,) = re.findall(r"```json\n(.+)\n```", PAGE)
 SMALLER = {"--seq-len": "64", "--steps": "3"}
+FEWER = ["--sample-tokens", "0", "--batch-size", "4", "--set", "metrics.eval_sequences=4"]
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"  # noqa: E501
 
 
@@ -45,7 +45,7 @@ def folder(tmp_path_factory) -> Path:
                     words[words.index(option) + 1] = value
             if words[0] == "python":
                 short = [] if "--steps" in words else ["--steps", "3", "--seq-len", "64"]
-                train([*words[2:], *short, "--sample-tokens", "0", "--batch-size", "4"])
+                train([*words[2:], *short, *FEWER])
             else:
                 assert not cli.main([*words[1:], *(["--sample-tokens", "4"] if "generate" in words else [])]), line
     return folder
@@ -67,6 +67,8 @@ def test_transformers_generates_the_tokens_of_the_merged_model(folder):
 
 
 def test_peft_loads_the_adapter(folder):
+    import peft  # takes seconds
+
     base = transformers_model(folder / "OLMoE", torch.float32)
     ids = torch.arange(20)[None]
     before = base(ids).logits

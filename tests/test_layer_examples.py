@@ -77,7 +77,7 @@ LAYERS = {
 LOOPS = {"GELUExpert", "linear_experts", "WideOrNarrow", "expert"}  # over experts: the host waits for their sizes
 
 
-@pytest.mark.quick("experts-fused-FusedExperts", "router-expert_choice-ExpertChoice")
+@pytest.mark.quick("router-expert_choice-ExpertChoice")
 @pytest.mark.parametrize("kind,name,of", [(kind, *layer) for kind, layers in LAYERS.items() for layer in layers])
 def test_an_example_passes_its_check(kind, name, of):
     report = getattr(testing, f"check_{kind}")(named(name, of))

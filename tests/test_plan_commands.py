@@ -7,13 +7,27 @@ import shlex
 import pytest
 
 from moe_dualpipe.cli import main
+from moe_dualpipe.commands import plan
 from moe_dualpipe.schedule import NAMES
 from moe_dualpipe.tools.planner.workload import PAIRED
 from moe_dualpipe.training.options import parse_arguments
 
 V3 = ("plan estimate --model deepseek-v3 --gpu h800 --gpus 2048 --pp 16 --ep 64 --batch-size 15360 --dtype fp8 "
       "--schedule dualpipe --recompute norms")  # fmt: skip
-OLMOE = "plan search --model olmoe-1b-7b --gpu h100 --gpus 8 --seq-len 2048 --batch-size 64"
+OLMOE = "plan search --model olmoe-1b-7b --gpu h100 --gpus 8 --seq-len 2048 --batch-size 16"
+
+
+@pytest.fixture(autouse=True)
+def _each_search_once(monkeypatch):
+    """Commands print the same search in two forms."""
+    search, found = plan.search, {}
+
+    def once(*given):
+        if (key := str(given)) not in found:
+            found[key] = search(*given)
+        return found[key]
+
+    monkeypatch.setattr(plan, "search", once)
 
 
 def run(capsys, command):
@@ -101,8 +115,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("command,option", [*((V3, option) for option in WRONG), (OLMOE, "--gpu h1000"),
-                                            (OLMOE, "--software mine")])  # fmt: skip
+@pytest.mark.parametrize("command,option", [*((V3, option) for option in WRONG), (OLMOE, "--gpu h1000")])
 def test_wrong_input_is_one_line(capsys, command, option, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loads.json").write_text('{"loads": [[1, 2]]}')

@@ -24,6 +24,7 @@ def pretend(*arguments):
     return done.stdout
 
 
+@pytest.mark.long
 def test_the_tests_for_a_gpu_need_no_other_packages_and_their_ids_do_not_depend_on_the_device():
     """conftest.py refuses marked cases that do not exist."""
     assert "tests collected" in pretend("collect")

@@ -4,8 +4,8 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -43,9 +43,15 @@ def saved_run(folder: Path, name: str, targets=(), dtype=torch.float64):
     return base, model, saved(folder / "run", state, model.config, files)
 
 
+def adapted_by_peft(base: Path, adapter: Path) -> Any:
+    import peft  # takes seconds, also in processes that run no test of this file
+
+    return peft.PeftModel.from_pretrained(transformers_model(base, torch.float64), adapter)
+
+
 def peft_logits(base: Path, adapter: Path) -> torch.Tensor:
     """The logits of transformers' model with an adapter that PEFT has loaded."""
-    model = peft.PeftModel.from_pretrained(transformers_model(base, torch.float64), adapter)
+    model = adapted_by_peft(base, adapter)
     with torch.no_grad(), exact(torch.float64):
         return model(TOKENS_BS).logits
 
@@ -66,6 +72,7 @@ def test_peft_computes_the_same_with_an_exported_adapter(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.quick("qwen2_moe", "deepseek_v2")
 def test_merged_weights_compute_the_same(name, tmp_path):
     base, model, checkpoint = saved_run(tmp_path, name)
     plan = plan_checkpoint_export(checkpoint, torch.float32)
@@ -89,11 +96,11 @@ def test_a_target_alone_and_a_router_are_written_for_peft(tmp_path):
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.quick("mixtral", "qwen2_moe", "deepseek_v3")
 def test_an_adapter_of_peft_loads(name, tmp_path):
     base, model, checkpoint = saved_run(tmp_path, name, LORA_TARGETS if name == "deepseek_v3" else ())
     plan_adapter_export(checkpoint).write(tmp_path / "first")
-    adapted = peft.PeftModel.from_pretrained(transformers_model(base, torch.float64), tmp_path / "first")
-    adapted.save_pretrained(tmp_path / "peft")
+    adapted_by_peft(base, tmp_path / "first").save_pretrained(tmp_path / "peft")
     found = PeftAdapter(tmp_path / "peft", model.config, read_companions(base))
     again = from_pretrained(base, options=StageOptions(lora=found.lora))
     state = {f"model.{key}": tensor for key, tensor in global_weights(again).items()}

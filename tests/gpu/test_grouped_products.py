@@ -108,6 +108,7 @@ def test_experts_and_all_gradients(name, dtype, config, weighting):
 
 
 @pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.quick("True")
 def test_choices_of_no_expert_do_not_use_their_weights(bound):
     """bound: the order has room for all choices, as on a GPU, where the valid ones are not counted."""
     ids = torch.randint(-1, 4, (9, 3))
@@ -140,6 +141,7 @@ def test_tiles_cover_every_row_once(counts, block):
 
 
 @both_paths
+@pytest.mark.quick("tma")
 def test_wgrad_adds_to_an_existing_gradient_in_fp32(config):
     dy, x, offsets = normal(30, 24, dtype=DTYPES[-1]), normal(30, 40, dtype=DTYPES[-1]), offsets_of([10, 0, 20])
     with all_kernels(config):

@@ -41,6 +41,12 @@ def routed(logits, k, **options):
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tokens,experts,k", [(1, 4, 1), (7, 12, 3), (300, 8, 2)])
 @pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+@pytest.mark.quick(
+    "softmax-7-12-3-True", "softmax, not normalized-7-12-3-False", "sigmoid-7-12-3-True",
+    "sigmoid, not normalized-7-12-3-False", "groups-7-12-3-True", "groups, sigmoid-7-12-3-False",
+    "groups by their best expert-7-12-3-True", "all groups-7-12-3-False", "softmax-300-8-2-False",
+    "groups, sigmoid-300-8-2-True", "sigmoid-1-4-1-True",
+)  # fmt: skip
 def test_route_equals_the_reference(choice, tokens, experts, k, biased):
     logits = 2 * torch.randn(tokens, experts, device=DEVICE)
     bias = 0.3 * torch.randn(experts, device=DEVICE) if biased else None
@@ -65,7 +71,7 @@ def test_given_experts_replace_the_choice_of_their_tokens(choice):
 
 
 LOGITS = {
-    "groups that are not a power of two": (torch.randn(9, 504), 8, {"num_groups": 7, "top_groups": 3}),
+    "groups that are not a power of two": (torch.randn(2, 504), 8, {"num_groups": 7, "top_groups": 3}),
     "large": (200 * torch.randn(6, 8), 3, {"normalize": False}),
     "half precision": ((200 * torch.randn(6, 8)).half(), 3, {"normalize": False}),
     "slices": (100 * torch.randn(6, 20)[:, 3:11], 3, {"normalize": False}),
@@ -134,6 +140,10 @@ def assert_equal_orders(ours, expected):
 
 @pytest.mark.parametrize("make", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("dtype,programs", [(torch.int64, 1), (torch.int32, 2), (torch.int64, sorting.MAX_PROGRAMS)])
+@pytest.mark.quick(
+    "dtype0-1-random", "dtype1-2-some invalid", "dtype0-1-one expert", "dtype1-2-all invalid", "dtype2-256-no rows",
+    "dtype2-256-not contiguous", "dtype1-2-one block exactly",
+)  # fmt: skip
 def test_expert_order_equals_the_reference(make, dtype, programs, monkeypatch):
     """Few programs sort several blocks each."""
     monkeypatch.setattr(sorting, "MAX_PROGRAMS", programs)
@@ -203,6 +213,11 @@ PATHS = [(dtype, weight_dtype) for dtype in DTYPES for weight_dtype in dict.from
 
 @pytest.mark.parametrize("rows,columns,choices", SIZES)
 @pytest.mark.parametrize("dtype,weight_dtype", PATHS)
+@pytest.mark.quick(
+    "dtype0-None-7-33-2", "dtype1-weight_dtype1-7-33-2", "dtype2-None-7-33-2", "dtype3-weight_dtype3-7-33-2",
+    "dtype4-weight_dtype4-7-33-2", "dtype0-None-1-1-1", "dtype1-weight_dtype1-61-128-3",
+    "dtype3-weight_dtype3-5-2500-2",
+)  # fmt: skip
 def test_permute_and_unpermute_and_their_gradients(rows, columns, choices, dtype, weight_dtype):
     """Weights and gradients may have any layout."""
     ids = torch.randint(-1, 4, (rows, choices), device=DEVICE)

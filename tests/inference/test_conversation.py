@@ -21,6 +21,7 @@ MODEL = ModelConfig(
     dense_size=24, expert_size=12, num_experts=4, experts_per_token=2, init_std=0.5,
 )  # fmt: skip
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"  # noqa: E501
+SMALLER = ["--num-layers", "2", "--set", "model.hidden_size=32", "model.head_dim=8", "metrics.eval_sequences=2"]
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_a_run_is_evaluated_and_talks_with_its_own_template(tmp_path, monkeypatc
     (tmp_path / "chat.jsonl").write_text("\n".join(rows))
     start = ["train", "--data", "chat.jsonl", "--set", "batch.chat_template=chat.jinja", "--seq-len", "64"]
     size = ["--steps", "1", "--batch-size", "2", "--sample-tokens", "0", "--out", "run", "--device", "cpu"]
-    main([*start, *size])
+    main([*start, *size, *SMALLER])
     printed = capsys.readouterr().out
     assert "% padding before packing and " in printed
     (tmp_path / "chat.jinja").unlink()
@@ -109,18 +110,18 @@ def _end():
     raise EOFError
 
 
-@pytest.mark.parametrize("arguments, problem", [
-    ("--chat", "has no chat template: name one, --chat-template"), ("--chat --num 2", "--chat is for one process"),
-    ("--chat --chat-template bad.jinja", "cannot read the chat template: line 1: "),
-    ("--chat --chat-template none.jinja", "cannot read none.jinja: No such file or directory"),
-])  # fmt: skip
-def test_what_cannot_talk_is_one_line(tmp_path, monkeypatch, capsys, arguments, problem):
+def test_what_cannot_talk_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jinja").write_text("{% for %}")
     (tmp_path / "text.txt").write_text("abc " * 200)
     size = ["--steps", "1", "--seq-len", "16", "--batch-size", "2", "--sample-tokens", "0", "--device", "cpu"]
-    main(["train", "--data", "text.txt", "--out", "run", *size])
+    main(["train", "--data", "text.txt", "--out", "run", *size, *SMALLER])
     capsys.readouterr()
-    assert main(["generate", "run", "--device", "cpu", *arguments.split()]) == 2
-    error = capsys.readouterr().err
-    assert problem in error and error.count("\n") == 1, error
+    for arguments, problem in (
+        ("--chat", "has no chat template: name one, --chat-template"), ("--chat --num 2", "--chat is for one process"),
+        ("--chat --chat-template bad.jinja", "cannot read the chat template: line 1: "),
+        ("--chat --chat-template none.jinja", "cannot read none.jinja: No such file or directory"),
+    ):  # fmt: skip
+        assert main(["generate", "run", "--device", "cpu", *arguments.split()]) == 2
+        error = capsys.readouterr().err
+        assert problem in error and error.count("\n") == 1, error

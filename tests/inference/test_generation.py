@@ -78,7 +78,7 @@ def test_generate_equals_generation_without_a_cache(attention, fused_loss):
 def test_prompts_may_have_different_lengths(attention):
     model = build_model(VARIANTS[attention]).double()
     prompts = [torch.randint(31, (length,)) for length in (5, 1, 9, 5)]
-    for window in (7, 1, 15):  # the text is longer than the first two
+    for window in (7, 15):  # the text is longer than the first two
         expected = [continued(model, prompt, 6, window) for prompt in prompts]
         for size in (None, 1, 3):
             assert generate(model, prompts, 6, window, temperature=0, batch_size=size).tolist() == expected
@@ -188,7 +188,7 @@ def generates_the_texts_of_one_process(rank):
         stop = int(expected[2, 3]) if stopped else None
         if stopped:
             expected = generate(whole, prompts, 5, length, temperature, seed=4, stop=stop)
-        for shares, size, in_background in CASES:
+        for shares, size, in_background in CASES[:: 1 + stopped]:
             first, end = shares[rank : rank + 2]
             pairs.clear()
             found = generate(

@@ -49,6 +49,7 @@ def test_a_temperature_near_0_and_a_single_candidate_are_greedy(sampling, decima
 @pytest.mark.parametrize(
     "sampling", [Sampling(0.5), Sampling(0.5, 3), Sampling(2.0, None, 0.8), Sampling(2.0, 3, 0.7)], ids=str
 )
+@pytest.mark.quick("Sampling(temperature=0.5, top_k=None, top_p=1.0)", "Sampling(temperature=2.0, top_k=3, top_p=0.7)")
 def test_tokens_are_drawn_with_their_probabilities(sampling):
     logits, count = torch.tensor([0.3, 1.0, -0.4, 2.0, 0.9]), 20_000
     counts = sampling.draw(logits.expand(count, 5), [torch.Generator().manual_seed(0)] * count).bincount(minlength=5)

@@ -84,6 +84,15 @@ ROWS = {
     (5, 4, torch.float32, "mkl"), (8, 12, torch.float32, "mkl"),
     pytest.param(40, 36, torch.float32, "onednn", marks=needs_onednn), (8, 1, torch.float64, "onednn"),
 ])  # fmt: skip
+@pytest.mark.quick(
+    "5-4-dtype0-mkl-contiguous-True", "5-4-dtype0-mkl-every other-False", "5-4-dtype0-mkl-the same-True",
+    "5-4-dtype0-mkl-transposed-False", "5-4-dtype0-mkl-slices-True", "8-12-dtype1-mkl-contiguous-False",
+    "8-12-dtype1-mkl-every other-True", "8-12-dtype1-mkl-the same-False", "8-12-dtype1-mkl-transposed-True",
+    "8-12-dtype1-mkl-slices-False", "40-36-dtype2-onednn-contiguous-True", "40-36-dtype2-onednn-every other-False",
+    "40-36-dtype2-onednn-the same-True", "40-36-dtype2-onednn-transposed-False", "40-36-dtype2-onednn-slices-True",
+    "8-1-dtype3-onednn-contiguous-False", "8-1-dtype3-onednn-every other-True", "8-1-dtype3-onednn-the same-False",
+    "8-1-dtype3-onednn-transposed-True", "8-1-dtype3-onednn-slices-False",
+)  # fmt: skip
 def test_products_and_their_gradients_equal_a_loop_over_experts(
     layout, inputs, outputs, dtype, library, deferred, monkeypatch
 ):

@@ -28,6 +28,12 @@ def piecewise(module, x, sizes, cache):
     {"num_kv_heads": 4}, {"num_kv_heads": 2}, {"num_heads": 6, "num_kv_heads": 1}, {"qk_norm": "head"},
     {"qk_norm": "full"}, LATENT, LATENT | {"q_rank": 9},
 ], ids=str)  # fmt: skip
+@pytest.mark.quick(
+    "{'num_kv_heads': 4}-1-3", "{'num_kv_heads': 2}-3-256", "{'num_heads': 6, 'num_kv_heads': 1}-3-3",
+    "{'qk_norm': 'head'}-3-3", "{'qk_norm': 'full'}-1-256",
+    "{'attention': 'mla', 'kv_rank': 8, 'rope_dim': 4, 'value_dim': 7}-3-3",
+    "{'attention': 'mla', 'kv_rank': 8, 'rope_dim': 4, 'value_dim': 7, 'q_rank': 9}-1-256",
+)  # fmt: skip
 def test_a_cached_forward_equals_the_plain_forward(monkeypatch, choices, sequences, room):
     """A prompt, then single positions, then several at once. Latent attention absorbs what it expands otherwise."""
     monkeypatch.setattr(KVCache, "STEP", room)

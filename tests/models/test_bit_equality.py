@@ -66,14 +66,18 @@ def trained(config, how, documents=None, **options):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.quick(
+    "options of published models", "latent queries", "documents", "multi-token prediction", "adapters",
+    "a block of one's own",
+)  # fmt: skip
 def test_overlap_recompute_and_deferral_change_no_bit(name):
     config, options = MODELS[name]
     expected = trained(config, "alone", recompute="none", **options)
     assert all(gradient is not None and gradient.any() for gradient in expected.values())
-    for recompute in RECOMPUTE:
-        for how in ("deferred", "in a pair"):  # the second backward is alone
-            for key, gradient in trained(config, how, recompute=recompute, **options).items():
-                assert torch.equal(gradient, expected[key]), (recompute, how, key)
+    ways = [("none", "deferred"), ("full", "deferred"), *((recompute, "in a pair") for recompute in RECOMPUTE)]
+    for recompute, how in ways:  # the second backward is alone
+        for key, gradient in trained(config, how, recompute=recompute, **options).items():
+            assert torch.equal(gradient, expected[key]), (recompute, how, key)
 
 
 @pytest.mark.parametrize("part", [lambda y: y[:1], lambda y: y.T, lambda y: y.view(2, 8)])

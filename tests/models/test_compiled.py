@@ -69,7 +69,7 @@ def test_compiled_models_agree_with_eager_ones_and_nothing_is_compiled_after_the
         if expected is not None:
             assert torch.linalg.vector_norm(ours - expected) <= 1e-6 * torch.linalg.vector_norm(expected)
     first = graphs()
-    larger = model(dataclasses.replace(config, num_layers=4))  # layers share graphs
+    larger = model(dataclasses.replace(config, num_layers=3))  # layers share graphs
     for seed in range(2):
         step(larger, seed)
     assert graphs() == first > 5

@@ -46,6 +46,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.quick(
+    "cp 4", "latent attention", "dynamic", "padding and MTP", "labels left out", "documents, dualpipev",
+    "recompute full", "dp 2, ep 4",
+)  # fmt: skip
 def test_an_update_equals_that_of_one_process(case):
     """Losses, gradients, loads, router losses and biases, in fp64."""
     case = dict(case)

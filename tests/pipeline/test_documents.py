@@ -60,6 +60,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("changes", "options"), CASES.values(), ids=CASES)
+@pytest.mark.quick("router losses", "latent attention", "recompute", "custom router")
 def test_packed_documents_count_as_documents_alone(changes, options):
     """Losses, gradients, loads, router losses and biases, in fp64."""
     model = replace(MODEL, **changes)

@@ -98,6 +98,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("changes", "options"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.quick("router losses", "groups", "balanced", "fused loss", "custom router")
 def test_padding_changes_nothing(changes, options):
     model, batch = replace(MODEL, **changes), short_batch()
     expected = update(model, PLAIN, batch, **options)

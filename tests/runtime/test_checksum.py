@@ -21,6 +21,10 @@ def random_bytes(size, dtype):
 
 
 @pytest.mark.parametrize("dtype,sizes,rows", CASES, ids=str)
+@pytest.mark.quick(
+    "torch.float32-None-3", "torch.bfloat16-None-16", "torch.float8_e4m3fn-range(1, 8)-16",
+    "torch.int16-range(1, 8)-16", "torch.complex64-range(1, 8)-16", "torch.bool-range(1, 8)-16",
+)  # fmt: skip
 def test_a_flip_of_any_bit_changes_the_checksum(dtype, sizes, rows, monkeypatch):
     """Of all elements of a small tensor, and next to all boundaries of a large one, however many rows are read."""
     in_row = BLOCK * 4 // dtype.itemsize

@@ -249,7 +249,7 @@ def test_a_moved_transfer_is_refused_if_and_only_if_it_deadlocks_or_is_in_the_wr
     outcomes = set()
     for rank, steps in enumerate(lists):
         for i, j in itertools.product(range(len(steps)), range(len(steps))):
-            if not is_transfer(steps[i]) or abs(i - j) > 6:
+            if not is_transfer(steps[i]) or abs(i - j) > 3:
                 continue
             without = steps[:i] + steps[i + 1 :]
             row = (*without[:j], steps[i], *without[j:])

@@ -2,11 +2,11 @@
 
 import contextlib
 import dataclasses
-import email
 import gc
 import io
 import itertools
 import json
+import logging
 import os
 import subprocess
 import tempfile
@@ -35,7 +35,7 @@ from tests.support import ranks
 ROOT = Path(__file__).parents[2]
 all_keys()  # reads the docstrings of options once, and not in each process that is forked
 
-TEXT = str(Path(email.__file__).parent)  # does not change with this project
+TEXT = str(Path(logging.__file__).parent)  # does not change with this project
 MODEL = ModelConfig(
     hidden_size=32, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=16, dense_size=64, expert_size=32,
     num_experts=4, init_std=0.1,
@@ -218,5 +218,5 @@ def _launch(arguments, folder, stdout, stderr):
 
 SMALL = [
     *("--num-layers", 2, "--seq-len", 32, "--batch-size", 4, "--micro-batch-size", 1, "--sample-tokens", 12),
-    *("--set", "model.hidden_size=32", "model.head_dim=8", "metrics.eval_sequences=8", "--data", TEXT),
+    *("--set", "model.hidden_size=32", "model.head_dim=8", "metrics.eval_sequences=4", "--data", TEXT),
 ]

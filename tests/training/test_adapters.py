@@ -39,6 +39,7 @@ def tensors(run: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("weights", ["run", "hf"])
+@pytest.mark.quick("run")
 def test_the_base_stays_and_a_resumed_run_is_bit_equal(base, weights, tmp_path):
     changes = {"weights": str(base / weights), "lora": LORA, "steps": 4, "save_every": 2, "ep": 2}
     (printed, _) = run_ranks(2, train_and_listen, settings(tmp_path / "whole", **changes))

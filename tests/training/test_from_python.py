@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_dualpipe import preset, train
+from moe_dualpipe import train
 from moe_dualpipe.checkpoint import list_checkpoints
 from moe_dualpipe.commands.train import main
 from moe_dualpipe.training import (
@@ -42,7 +42,8 @@ OWN_LOOP = ROOT / "examples" / "own_loop.py"
 
 def run_own_loop():
     """Run the example, on this text and with few steps. Returns its globals."""
-    text, variables = OWN_LOOP.read_text(), {"__name__": "__main__"}
+    variables = {"__name__": "__main__", "SHALLOW": SHALLOW}
+    text = OWN_LOOP.read_text().replace('preset("tiny")', "SHALLOW")
     for left, right in (("STEPS, SEQ_LEN, SIZE, MICRO_BATCHES", "2, 32, 1, 4"), ("SOURCE", repr(TEXT))):
         text, replaced = re.subn(rf"^{left} = .*$", f"{left} = {right}", text, flags=re.MULTILINE)
         assert replaced == 1, left
@@ -52,7 +53,7 @@ def run_own_loop():
 
 def own_loop_config() -> TrainConfig:
     """The options of train.py that are those of examples/own_loop.py."""
-    return change(settings("nowhere", steps=2, model=preset("tiny")), out=None, optim=OptimizerConfig(warmup_steps=5))
+    return change(settings("nowhere", steps=2, model=SHALLOW), out=None, optim=OptimizerConfig(warmup_steps=5))
 
 
 def test_runs_from_python_have_the_results_of_the_command_and_write_nothing(tmp_path, monkeypatch, capfd):

@@ -79,7 +79,7 @@ def uneven(step):
     return spread(16, step)
 
 
-GIVEN = {"batches": uneven, "validation": spread(32, 99)}
+GIVEN = {"batches": uneven, "validation": spread(16, 99)}
 
 
 def plain_loss(config):

@@ -51,11 +51,13 @@ def test_two_ranks_use_what_is_predicted(tmp_path):
     check(tmp_path, 2, {"schedule": "dualpipe", "recompute": "attention"})
 
 
-def test_experts_in_fp8(tmp_path):
-    """Small weights and many rows, then large weights."""
-    large = dataclasses.replace(MODEL, num_layers=2, hidden_size=256, expert_size=256, num_experts=8)
-    for model in (MODEL, large):
-        check(tmp_path, 1, {"fp8": "experts"}, model=model)
+LARGE = dataclasses.replace(MODEL, num_layers=2, hidden_size=256, expert_size=256, num_experts=8)
+
+
+@pytest.mark.parametrize("model", [MODEL, LARGE], ids=["many rows", "large weights"])
+@pytest.mark.quick("large weights")
+def test_experts_in_fp8(tmp_path, model):
+    check(tmp_path, 1, {"fp8": "experts"}, model=model)
 
 
 def test_adapters(tmp_path):

@@ -55,7 +55,7 @@ def texts(tmp_path, *pictures):
     return re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "lanes.svg").read_text())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from([*STYLES]), st.integers(0, 1000), st.integers(1, 190)), max_size=9),
     st.integers(0, 5),

@@ -100,6 +100,7 @@ def test_a_figure_shows_every_box_at_its_place_and_in_its_color(timeline):
 
 
 @pytest.mark.parametrize("size", [("dualpipe", 4, 16), ("zbv", 2, 12), ("1f1b", 1, 101), ("zbv", 2, 200)], ids=str)
+@pytest.mark.quick("('dualpipe', 4, 16)", "('zbv', 2, 200)")
 def test_numbers_in_a_figure_fit_into_their_boxes_or_are_left_out(size):
     """The narrowest box is wider than the widest number, as rendered."""
     figure = timeline_figure(simulate(build(*size), COSTS))

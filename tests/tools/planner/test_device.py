@@ -129,6 +129,11 @@ CASES = [
 
 @pytest.mark.parametrize("backend", ["all_to_all", "deepep"])
 @pytest.mark.parametrize("experts,top_k,ep,domain,groups,top_groups", CASES)
+@pytest.mark.quick(
+    "64-8-16-8-1-1-deepep", "8-2-8-4-1-1-all_to_all", "16-2-4-2-1-1-deepep", "256-8-64-8-8-4-all_to_all",
+    "64-6-32-4-4-2-deepep", "64-6-32-16-4-2-all_to_all", "64-4-16-4-16-3-deepep", "64-4-8-4-32-6-all_to_all",
+    "64-8-8-8-1-1-deepep", "64-8-1-1-1-1-all_to_all",
+)  # fmt: skip
 def test_rows_equal_those_of_random_choices(experts, top_k, ep, domain, groups, top_groups, backend):
     rows = rows_sent(experts, top_k, ep, domain, backend, groups, top_groups)
     expected = simulated(experts, top_k, ep, domain, backend, groups, top_groups)

@@ -30,7 +30,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import losses, make_run, train_each
 from tests.support.runs import settings as run_settings
 
-LOAD = Workload(read_shape("olmoe-1b-7b"), load_device("h100"), layout_of(8), seq=2048, global_batch=64)
+LOAD = Workload(read_shape("olmoe-1b-7b"), load_device("h100"), layout_of(8), seq=2048, global_batch=32)
 LIMIT = USABLE * LOAD.device.memory_gb * 1e9
 
 
@@ -77,7 +77,7 @@ def test_a_slower_candidate_has_a_reason_and_the_best_has_none(found):
 
 def test_the_quick_estimate_is_near_the_simulated_step():
     """Also of few and of many micro-batches, which are extrapolated from two numbers."""
-    for batch in (32, 512):
+    for batch in (32, 128):
         load = dataclasses.replace(LOAD, global_batch=batch, layout=layout_of(8, pp=4), host=0.0)
         ways = [(step, way) for step, way in _ways(load) if way.layout == layout_of(8, pp=4) and way.micro_batch == 1]
         assert {way.schedule for _, way in ways} == {name for name in NAMES if not takes_chunks(name)}
