@@ -275,11 +275,7 @@ class Curve:
     def cells(self) -> list[str]:
         tried = ", ".join(f"{lr}: {loss:.3f}" for lr, loss in self.tried.items())
         losses = [f"{statistics.median(seeds):.3f} ({full_range(seeds, '.3f')})" for seeds in self.losses]
-        return [
-            f"{statistics.median(self.ms):.1f} ({full_range(self.ms, '.1f')})",
-            f"**{self.lr}** of {tried}",
-            *losses,
-        ]
+        return [f"{self.step_ms:.1f} ({full_range(self.ms, '.1f')})", f"**{self.lr}** of {tried}", *losses]
 
 
 def compare(programs: Mapping[str, Program], text: Windows, options: Options) -> dict[str, Curve]:
