@@ -39,7 +39,7 @@ from moe_dualpipe.models.layers import seed_of
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.learning_rate import learning_rate
 from moe_dualpipe.runtime.world import join_world
-from moe_dualpipe.tools.drawing.figures import new_figure, save_figure
+from moe_dualpipe.tools.drawing.figures import check_output, new_figure, save_figure
 from moe_dualpipe.training import config as training
 from moe_dualpipe.training.options import Request
 from moe_dualpipe.training.resolve import prepare
@@ -316,8 +316,15 @@ def main() -> None:
     for name in options.programs:
         if name not in PROGRAMS:
             raise SystemExit(f"unknown program {name!r}; choose from: {'; '.join(PROGRAMS)}")
+    try:
+        if options.figure:
+            check_output(options.figure, (".png", ".svg"))
+        if options.held_out < options.batch_size:
+            raise ValueError(f"--held-out must be at least --batch-size {options.batch_size}: got {options.held_out}")
+        text = Windows(options)
+    except ValueError as error:
+        raise SystemExit(f"benchmarks.seconds: error: {error}") from None
     torch.set_num_threads(1)
-    text = Windows(options)
     with join_world("cpu"):
         programs = {name: PROGRAMS[name](text) for name in options.programs}
         curves = compare(programs, text, options)
