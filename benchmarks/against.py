@@ -56,7 +56,7 @@ from moe_dualpipe.training.resolve import prepare
 from moe_dualpipe.training.rules import Given
 from moe_dualpipe.training.step import Trainer
 
-from .common import full_range, ratios, table, take_turns
+from .common import full_range, new_adamw, ratios, table, take_turns
 
 AUTO = choose_products("auto", "cpu")
 OTHER: Library = "mkl" if AUTO == "onednn" else "onednn"
@@ -152,9 +152,7 @@ def hugging_face(size: Size, start: Start, experts: str, compiled: bool) -> Step
 
 def _trained(size: Size, parameters: list[Tensor], loss_of: Callable[..., Tensor]) -> Step:
     """One training step, written without a framework."""
-    matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
-    groups = [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), fused=True)
+    adamw = new_adamw(parameters, OPTIM)
 
     def step(*batch: Tensor) -> float:
         loss = loss_of(*batch)

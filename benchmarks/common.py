@@ -5,6 +5,9 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+import torch
+from torch import Tensor
+
 from moe_dualpipe.models import PRESETS
 from moe_dualpipe.schedule import default_micro_batches
 from moe_dualpipe.training import config as training
@@ -54,3 +57,12 @@ def run_options(ranks: int, parallel: training.ParallelConfig, out: str, preset:
         compute=training.ComputeConfig(device="cpu"), checkpoint=training.CheckpointConfig(out=out),
         health=training.HealthConfig(timeout=60.0),
     )  # fmt: skip
+
+
+def new_adamw(parameters: Iterable[Tensor], optim: training.OptimizerConfig) -> torch.optim.AdamW:
+    """torch's fused AdamW, with weight decay of matrices only."""
+    matrices, vectors = [], []
+    for parameter in parameters:
+        (matrices if parameter.ndim > 1 else vectors).append(parameter)
+    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)

@@ -46,7 +46,7 @@ from moe_dualpipe.training.resolve import prepare
 from moe_dualpipe.training.rules import Given
 from moe_dualpipe.training.step import Trainer
 
-from .common import full_range, table, take_turns
+from .common import full_range, new_adamw, table, take_turns
 
 LRS = (0.001, 0.003, 0.01, 0.03)
 """The learning rates to choose from."""
@@ -193,9 +193,7 @@ class Transformers:
         self.model = self.new_model()
         self.run = torch.compile(self.model) if text.options.compile else self.model
         self.parameters, self.clip = [*self.model.parameters()], optim.clip
-        matrices, vectors = ([p for p in self.parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
-        groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), fused=True)
+        self.adamw = new_adamw(self.parameters, optim)
 
     def restart(self, seed: int) -> None:
         torch.manual_seed(seed)
