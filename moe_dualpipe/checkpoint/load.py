@@ -69,7 +69,7 @@ def find_checkpoint(path: str, warn: Callable[[str], None] | None = None, newest
     if faults:
         raise ValueError(f"all checkpoints in {path} are broken: {'; '.join(faults)}")
     missing = stores.url_of(given) is None and not given.exists()
-    why = "there is no such file or folder" if missing else "give the folder of a run or of a checkpoint"
+    why = "it does not exist" if missing else "give the folder of a run or of a checkpoint"
     raise ValueError(f"no checkpoint in {path}: {why}")
 
 

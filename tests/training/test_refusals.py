@@ -51,7 +51,7 @@ TYPED = [
     *((1, f"{option} {'b' * 5000}", f"{'b' * 200}…: File name too long") for option in ("--out", "--weights")),
     (1, "--device cuda", "--device cuda: torch finds no GPU on this machine; use --device cpu"),
     (1, "--kernels triton --device cpu", "--kernels triton needs a GPU, and this run is on the CPU: use --kernels re"),
-    (1, "--resume /nowhere", "no checkpoint in /nowhere: there is no such file or folder"),
+    (1, "--resume /nowhere", "no checkpoint in /nowhere: it does not exist"),
     (1, "--out LICENSE", "--out LICENSE is not a folder: use another --out"),
     (1, "--out LICENSE/below", "cannot create LICENSE/below: Not a directory"),
     (1, "--experts json:loads", "cannot build the expert layer 'json:loads': TypeError"),

@@ -240,7 +240,7 @@ def test_the_most_loaded_rank_is_the_one_that_gets_the_most_over_all_layers():
     schedule, stages = full_schedule("1f1b", 4, 32), BASE.stages
     expected = max(rank.total for rank in peak_memory(BASE.shape, schedule, batch, stages, 8))
     assert expected > memory_of(BASE).total and memory_of(of_ranks(rows)).total == pytest.approx(expected, rel=1e-9)
-    # Ranks that take turns are no fuller than others, although each layer has one with the most.
+    # In every layer, one rank has the largest load; but if ranks take turns, their sums are equal.
     turns = [[13 if rank == layer % RANKS else 10 for rank in range(RANKS)] for layer in range(LAYERS)]
     assert memory_of(of_ranks(turns)).total == pytest.approx(memory_of(BASE).total, rel=1e-9)
 
