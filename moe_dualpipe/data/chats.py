@@ -189,16 +189,20 @@ class ChatTemplate:
         """The text of a chat, without marks. prompt: as for `render`."""
         return self.render(chat, prompt=prompt).replace(_MARK, "")
 
+    def ending(self) -> str:
+        """The text that follows an answer, without white space at its end; "" if there is none."""
+        probe = Chat("", [{"role": "user", "content": "-"}, {"role": "assistant", "content": _PROBE}])
+        try:
+            return self.text(probe).rpartition(_PROBE)[2].rstrip()
+        except ValueError:  # it does not render this chat
+            return ""
+
     def stops(self, tokenizer: Tokenizer) -> list[int]:
         """The tokens that end an answer: those of the tokenizer, and the special token that follows one here."""
-        probe = Chat("", [{"role": "user", "content": "-"}, {"role": "assistant", "content": _PROBE}])
-        found = [tokenizer.end_id, *tokenizer.stop_ids]
-        try:
-            tail = self.text(probe).rpartition(_PROBE)[2]
-            special, plain = (tokenizer.encode_batch([tail], special_tokens=one)[0] for one in (True, False))
-        except ValueError:  # it does not render this chat
-            return found
-        return [*found, int(special[0])] if len(special) and special[0] != plain[0] else found
+        special, plain = (
+            tokenizer.encode_batch([self.ending().lstrip()], special_tokens=one)[0] for one in (True, False)
+        )
+        return [tokenizer.end_id, *tokenizer.stop_ids, *map(int, special[:1][special[:1] != plain[:1]])]
 
     def check_messages(self, chat: Chat, text: str) -> None:
         """Raise ValueError for a message that the template leaves out, such as one of an unknown role."""

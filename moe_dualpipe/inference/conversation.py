@@ -23,7 +23,8 @@ def converse(
     sampling: Sampling, seed: int, read: Callable[[str], str] = input,
 ) -> None:  # fmt: skip
     """Read messages and print answers, until EXIT or the end of the input. Ctrl-C ends an answer, which is kept."""
-    messages, stops, device = list[dict[str, str]](), template.stops(tokenizer), next(model.parameters()).device
+    messages, device = list[dict[str, str]](), next(model.parameters()).device
+    stops, ending = template.stops(tokenizer), template.ending()
     while True:
         try:
             text = read("> ").strip()
@@ -40,29 +41,40 @@ def converse(
         messages.append({"role": "user", "content": text})
         prompt = template.text(Chat("the conversation", messages), prompt=True)
         ids = torch.from_numpy(tokenizer.encode_batch([prompt], special_tokens=True)[0].astype("int64")).to(device)
-        tokens = answer(model, tokenizer, ids, num_tokens, max_length, sampling, seed + len(messages), stops)
-        print()
-        messages.append({"role": "assistant", "content": tokenizer.decode(tokens)})
+        text = answer(model, tokenizer, ids, num_tokens, max_length, sampling, seed + len(messages), stops, ending)
+        messages.append({"role": "assistant", "content": text})
+
+
+class _Ended(Exception):  # noqa: N818
+    """The text of the answer has its ending."""
 
 
 def answer(
     model: TransformerStage, tokenizer: Tokenizer, prompt_S: Tensor, num_tokens: int, max_length: int,
-    sampling: Sampling, seed: int, stops: Sequence[int],
-) -> list[int]:  # fmt: skip
-    """Print the text that follows a prompt as it comes, and return its tokens. Ctrl-C ends it."""
-    tokens, shown = list[int](), ""
+    sampling: Sampling, seed: int, stops: Sequence[int], ending: str,
+) -> str:  # fmt: skip
+    """Print the text that follows a prompt as it comes, and return it, up to one of `stops`, `ending` or Ctrl-C.
+
+    ending: text that ends an answer, where the tokenizer has no token for it. "": none.
+    """
+    tokens, text, shown = list[int](), "", 0
 
     def show(next_B: Tensor) -> None:
-        nonlocal shown
+        nonlocal text, shown
         if (token := int(next_B[0])) in stops:
             return
         tokens.append(token)
         text = tokenizer.decode(tokens)
+        if ending and ending in text:
+            text = text.partition(ending)[0]
+            raise _Ended
+        begun = max((n for n in range(len(ending)) if text.endswith(ending[:n])), default=0)  # not to be shown yet
         if not text.endswith("\ufffd"):  # part of a character
-            print(printable_text(text[len(shown) :]), end="", flush=True)
-            shown = text
+            print(printable_text(text[shown : len(text) - begun]), end="", flush=True)
+            shown = max(shown, len(text) - begun)
 
     drawing = sampling.temperature, sampling.top_k, sampling.top_p, seed
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt, _Ended):
         generate(model, [prompt_S], num_tokens, max_length, *drawing, stops, on_tokens=show)
-    return tokens
+    print(printable_text(text[shown:]))
+    return text

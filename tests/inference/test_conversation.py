@@ -71,6 +71,24 @@ def test_a_conversation_keeps_its_history_and_ctrl_c_ends_only_an_answer(model, 
     ]  # fmt: skip
 
 
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n### End\n{% endfor %}"
+
+
+@pytest.mark.parametrize("says, shown", [
+    ("one\n### End\nuser: more", "one\n"), ("# one ##", "# one ##\n"), ("\n\n### End", "\n\n"),
+    ("1\n### E", "1\n### E\n"), ("one\nuser: ### End", "one\nuser: ### End\n"),
+])  # fmt: skip
+def test_an_answer_ends_where_the_template_ends_it_with_plain_text(model, monkeypatch, capsys, says, shown):
+    def generated(_model, _prompts, *_drawing, on_tokens):
+        for token in says.encode():
+            on_tokens(torch.tensor([token]))
+
+    template = ChatTemplate.find({"chat_template.jinja": PLAIN}, BYTES)
+    monkeypatch.setattr(conversation, "generate", generated)
+    drawing = torch.tensor([60]), 99, 64, Sampling(), 0, template.stops(BYTES), template.ending()
+    assert conversation.answer(model, BYTES, *drawing) + "\n" == capsys.readouterr().out == shown
+
+
 def test_each_chat_is_scored_alone(model):
     lengths, random = (9, 2, 30, 5), np.random.default_rng(0)
     chats = [torch.from_numpy(random.integers(1, 256, length)) for length in lengths]
