@@ -218,16 +218,21 @@ def test_a_message_that_the_template_leaves_out_is_named(tokenizer):
         ChatOptions(template_of(source, tokenizer)).parts(chat)
 
 
-def test_a_table_has_the_chats_of_jsonl(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
+@pytest.mark.parametrize("library", ["pyarrow", "datasets"])
+def test_a_table_and_a_dataset_by_name_have_the_chats_of_jsonl(tmp_path, monkeypatch, library):
+    module = pytest.importorskip(library, reason=f"{library} is not installed")
     rows = [
         {"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "b"}]} for i in range(30)
     ]
-    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + os.linesep for row in rows))
-    one, other = (load_data(f"{tmp_path}/a.{kind}", 32, chats=options()) for kind in ("parquet", "jsonl"))
+    if library == "datasets":
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+        other = f"hf:{tmp_path}"
+    else:
+        from pyarrow import parquet
+
+        parquet.write_table(module.Table.from_pylist(rows), other := f"{tmp_path}/b.parquet")
+    one, other = (load_data(data, 32, chats=options()) for data in (f"{tmp_path}/a.jsonl", other))
     assert one.fingerprint() == other.fingerprint()
 
 
