@@ -1,8 +1,11 @@
 """docs/finetune.md, from its first command to its last, on a tiny model that transformers has made."""
 
+import importlib
 import io
 import json
+import os
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -29,7 +32,7 @@ def folder(tmp_path_factory) -> Path:
     """A folder with the model and the chats, in which the commands of the page have run."""
     folder = tmp_path_factory.mktemp("finetune")
     content = BPETokenizer.train([ROW * 3], 270).to_json()
-    model = random_model("olmoe", vocab_size=300, eos_token_id=0)
+    model = random_model("olmoe", vocab_size=300, eos_token_id=0, rms_norm_eps=1e-5)  # that of llama.cpp
     save(model, folder / "OLMoE")
     (folder / "OLMoE/tokenizer.json").write_bytes(content)
     config = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -64,6 +67,29 @@ def test_transformers_generates_the_tokens_of_the_merged_model(folder):
     found = theirs.generate(ids[None], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert found[0, len(ids) :].tolist()[: len(ours)] == ours
     assert (folder / "olmoe-chat/tokenizer_config.json").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP does not name a folder with its sources")
+def test_llama_cpp_generates_the_tokens_of_the_merged_model(folder, monkeypatch):
+    """Its converter knows the tokenizers of published models by a hash, so it is told of which kind this one is."""
+    library = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    source, file = Path(os.environ["LLAMA_CPP"]), folder / "olmoe-chat.gguf"
+    monkeypatch.syspath_prepend(source)
+    reader = importlib.import_module("conversion.base")
+    monkeypatch.setattr(reader.TextModel, "get_vocab_base_pre", lambda *_: "gpt-2")
+    words = ["convert_hf_to_gguf.py", str(folder / "olmoe-chat"), "--outfile", str(file), "--outtype", "f32"]
+    monkeypatch.setattr("sys.argv", words)
+    runpy.run_path(str(source / words[0]), run_name="__main__")
+    theirs = library.Llama(str(file), n_ctx=64, logits_all=True, n_threads=1, verbose=False)
+    model, tokenizer = open_model(str(folder / "olmoe-chat"))
+    ids = tokenizer.encode("Which schedule?")
+    assert theirs.tokenize(b"Which schedule?", add_bos=False) == ids
+    ours = generate(model, [torch.tensor(ids)], 16, 64, 0.0)[0].tolist()
+    theirs.eval(ids)
+    for token in ours:
+        assert int(theirs.scores[theirs.n_tokens - 1].argmax()) == token
+        theirs.eval([token])
 
 
 def test_peft_loads_the_adapter(folder):
