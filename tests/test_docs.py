@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import pkgutil
 import re
 import runpy
 import shlex
@@ -245,6 +246,12 @@ def test_links_lead_somewhere(page):
         assert file.exists(), f"{page.name} links to {target}"
         if anchor and file.suffix == ".md":
             assert anchor in anchors(file), f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.is_relative_to(ROOT / "docs" / "api")], ids=str)
+def test_pages_of_the_api_name_what_can_be_imported(page):
+    for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE):
+        pkgutil.resolve_name(name)
 
 
 @pytest.mark.long
