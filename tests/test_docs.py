@@ -248,7 +248,9 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(file), f"{page.name} links to {link}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.is_relative_to(ROOT / "docs" / "api")], ids=str)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.is_relative_to(ROOT / "docs" / "api")], ids=lambda page: page.stem
+)
 def test_pages_of_the_api_name_what_can_be_imported(page):
     for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE):
         pkgutil.resolve_name(name)
