@@ -22,20 +22,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names and text may have characters that a terminal lacks
     with Stop().on_signals() as stop:
-        _train(sys.argv[1:] if arguments is None else arguments, stop)
+        from ..runtime.launch import Launch
+        from ..training.options import parse
+        from ..training.run import run
 
-
-def _train(arguments: Sequence[str], stop: Stop) -> None:
-    from ..runtime.launch import Launch
-    from ..training.options import parse
-    from ..training.run import run
-
-    with exit_on_invalid_option(True, ValueError):
-        launch = Launch.from_environment()
-    stop.announce = launch.rank == 0
-    with exit_on_invalid_option(launch.local_rank == 0, ValueError, OSError):
-        request = parse(arguments, quiet=launch.local_rank > 0)
-    run(request, launch, stop, instruments())
+        with exit_on_invalid_option(True, ValueError):
+            launch = Launch.from_environment()
+        stop.announce = launch.rank == 0
+        with exit_on_invalid_option(launch.local_rank == 0, ValueError, OSError):
+            request = parse(sys.argv[1:] if arguments is None else arguments, quiet=launch.local_rank > 0)
+        run(request, launch, stop, instruments())
 
 
 def train(config: "TrainConfig | None" = None, *arguments: Any, **options: Any) -> "Trainer":
