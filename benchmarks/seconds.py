@@ -10,6 +10,7 @@
     ours, mixture            `tiny`, the same
     ..., AdamW               ours, with AdamW
     ... of another size      mixtures with the same active parameters (VARIANTS)
+    balanced by 0.0, 0.03    `tiny` whose router biases move by this much in a step, instead of 0.003
 
 All are trained by characters on the same sequences in the same order, with the same warm-up, cosine and clipping, and
 are scored on the same held-out sequences: the last tenth of the text. The learning rate of each is the best of LRS at
@@ -71,9 +72,11 @@ VARIANTS = {
     "32 experts, top-2": _mixture(32, 128, 2, 1),
     "16 experts of 64, top-4, 2 shared": _mixture(16, 64, 4, 2),
     "32 experts of 64, top-4, 2 shared": _mixture(32, 64, 4, 2),
-    "softmax scores, balancing loss": replace(TINY, router_score="softmax", router_bias=False, sequence_loss=0.01),
+    "softmax scores": replace(TINY, router_score="softmax"),
 }
 """Other mixtures whose tokens pass through as many parameters as those of `tiny`."""
+BIAS_RATES = (0.0, 0.03)
+"""Other rates of balancing than that of `tiny`, 0.003."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +149,10 @@ class Program(Protocol):
 class Ours:
     """The trainer of train.py in one process."""
 
-    def __init__(self, text: Windows, model: ModelConfig, optimizer: str):
+    def __init__(self, text: Windows, model: ModelConfig, optimizer: str, bias_rate: float = 0.003):
         options, self.batch, self.steps = text.options, text.batch(0, 0), 0
         config = training.TrainConfig(
-            model=model, steps=10**9, parallel=training.ParallelConfig(schedule="1f1b"),
+            model=model, steps=10**9, bias_rate=bias_rate, parallel=training.ParallelConfig(schedule="1f1b"),
             optim=training.OptimizerConfig(name=optimizer, lr=1.0, schedule="wsd", warmup_steps=0),  # type: ignore
             batch=training.BatchConfig(
                 batch_size=options.batch_size, micro_batch_size=options.batch_size, seq_len=options.seq_len
@@ -230,6 +233,7 @@ PROGRAMS: dict[str, Callable[[Windows], Program]] = {
     "ours, dense, AdamW": partial(Ours, model=DENSE, optimizer="adamw"),
     "ours, mixture, AdamW": partial(Ours, model=TINY, optimizer="adamw"),
     **{name: partial(Ours, model=model, optimizer="muon") for name, model in VARIANTS.items()},
+    **{f"balanced by {rate}": partial(Ours, model=TINY, optimizer="muon", bias_rate=rate) for rate in BIAS_RATES},
 }
 """How to build each program."""
 

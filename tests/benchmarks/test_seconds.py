@@ -32,6 +32,13 @@ def test_a_program_starts_again_and_learns(name):
         assert train(program, text, 0.003, 12, seed=1) == first < other < 5.6
 
 
+def test_every_program_can_be_built():
+    text = Windows(Options(**{**vars(SMALL), "compile": True}))
+    with join_world("cpu"):
+        for program in PROGRAMS.values():
+            assert program(text)
+
+
 def test_the_best_learning_rate_of_each_program_is_taken_and_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     options = Options(**{**vars(SMALL), "data": "shakespeare", "figure": tmp_path / "seconds.svg"})
