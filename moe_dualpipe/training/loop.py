@@ -79,8 +79,8 @@ def _call(callbacks: Sequence[Callback], trainer: Trainer, record: dict[str, flo
     if removed := [key for key in before if key not in record]:
         raise ValueError(f"a callback must not remove record[{removed[0]!r}]")
     if record["step"] != before["step"]:
-        got = quoted(record["step"], 60)
-        raise ValueError(f"a callback must not change record['step']: it was {before['step']}, and is {got}")
+        was, got = before["step"], quoted(record["step"], 60)
+        raise ValueError(f"a callback must not change record['step']: it was {was}, and is {got}")
     values: dict[Any, Any] = {**record}
     for key, value in values.items():
         number = value.item() if getattr(value, "ndim", None) == 0 else value  # of torch or numpy
