@@ -74,7 +74,7 @@ class RecordedRoutes:
     """The routes in a file, or in all files of a folder.
 
     run: of the routes that are wanted, with the K and the number of the experts. rows: by layer and sample, the file
-    and the row in it. bytes: of all routes.
+    and the row in it. files: by path, the status and the tensors of each. bytes: of all routes.
 
     Raises ValueError for files that cannot be read, of other runs, or of other shapes, and for a sample in two of them.
     """
@@ -82,20 +82,20 @@ class RecordedRoutes:
     def __init__(self, source: Path, run: Mapping[str, Any]):
         self.source, self.bytes, self.rows = source, 0, dict[int, dict[int, tuple[Path, int]]]()
         self._k, self._num_experts, known = run["experts_per_token"], run["num_experts"], dict(run)
-        self._files: dict[Path, tuple[FileStatus | None, dict[str, TensorEntry]]] = {}
+        self.files: dict[Path, tuple[FileStatus | None, dict[str, TensorEntry]]] = {}
         for file in sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else [source]:
-            self._files[file] = read_header(file)
+            self.files[file] = read_header(file)
             found = run_of_file(file)
             check_same_run(file, found, known)
             known |= found
-            for layer in {int(match[1]) for name in self._files[file][1] if (match := _NAME.fullmatch(name))}:
+            for layer in {int(match[1]) for name in self.files[file][1] if (match := _NAME.fullmatch(name))}:
                 self._add(file, layer)
         if not self.rows:
             raise ValueError(f"{printable(source)} has no routes: name a folder that record_routes wrote, or a file")
 
     def _add(self, file: Path, layer: int) -> None:
         """Note the rows of a layer in a file."""
-        status, entries = self._files[file]
+        status, entries = self.files[file]
         samples, experts = (entries.get(f"layers.{layer}.{kind}") for kind in ("samples", "experts"))
         if not (
             experts and samples and {experts.dtype, samples.dtype} <= _INTEGERS and len(experts.shape) == 3
@@ -133,7 +133,7 @@ class RecordedRoutes:
         routes_NSK = torch.full((len(samples), length, self._k), -1)
         for routes_SK, number in zip(routes_NSK, samples, strict=True):
             file, row = self.rows[layer][number]
-            status, entries = self._files[file]
+            status, entries = self.files[file]
             whole = entries[f"layers.{layer}.experts"]
             size = whole.nbytes // whole.shape[0]
             found_SK = read_entry(replace(whole, shape=whole.shape[1:], start=whole.start + row * size), status).long()

@@ -287,7 +287,8 @@ class GivenBatches:
         wanted = f"(inputs, labels), each {'a multiple of ' * multiple}[{number}, {length}]"
         rows = shapes[0][0] if multiple and shapes and isinstance(shapes[0], list) and shapes[0] else number
         if shapes not in ([[rows, length]] * 2, [[rows, length]] * 3) or not rows or rows % number:
-            raise ValueError(f"{name} must be {wanted}: got {', '.join(map(str, shapes))}")
+            hint = "; make tensors of arrays with torch.as_tensor()" * ("ndarray" in shapes)
+            raise ValueError(f"{name} must be {wanted}: got {', '.join(map(str, shapes))}{hint}")
         inputs, labels, *documents = (
             token_ids(f"{name}: {k}", t) for k, t in zip(("inputs", "labels", "documents"), tensors, strict=False)
         )

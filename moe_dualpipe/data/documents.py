@@ -14,7 +14,6 @@ mode, every rank would download the data again at every start, and a change of t
 import os
 import stat
 import sysconfig
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,11 +24,11 @@ from ..messages import printable, quoted
 from .chats import Chat
 from .files import DataFile, FileStatus
 from .rows import KINDS, PLAIN, read_rows, row_format
-from .strict_json import NOT_UTF8
+from .strict_json import UTF_16, not_utf8
 
 STANDARD_LIBRARY = "stdlib"
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-_HUB, _WILD, NEWLINE, _UTF_16 = "hf:", {*"*?["}, b"\n", (BOM_UTF16_LE, BOM_UTF16_BE)
+_HUB, _WILD, NEWLINE = "hf:", {*"*?["}, b"\n"
 _START = 1 << 16  # bytes; a binary file has a zero in them, and is not read to its end
 
 
@@ -189,14 +188,13 @@ def _read_text(file: DataFile) -> str:
     content = file.read(0, min(_START, file.size))
     if b"\0" not in content and len(content) < file.size:
         content = file.read(0, file.size)
-    if (zero := content.find(b"\0")) >= 0:
-        hint = "; if it is UTF-16, convert it: iconv -f utf-16 -t utf-8 OLD > NEW" if content[:2] in _UTF_16 else ""
-        raise NotTextError(f"zero byte in line {1 + content.count(NEWLINE, 0, zero)}{hint}")
+    if (zero := content.find(b"\0")) >= 0 and not content.startswith(UTF_16):
+        raise NotTextError(f"zero byte in line {1 + content.count(NEWLINE, 0, zero)}")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = 1 + content.count(NEWLINE, 0, error.start)
-        raise NotTextError(f"line {line} is {NOT_UTF8.format(error.reason)}") from None
+        raise NotTextError(f"line {line} is {not_utf8(error)}") from None
     file.check_unchanged()
     return text
 

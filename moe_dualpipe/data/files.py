@@ -187,16 +187,20 @@ class FolderInUseError(ValueError):
 def only_writer(folder: Path, lock_file: Path, wait: float | None = None) -> Iterator[None]:
     """Hold the lock of `folder` in `lock_file`. If the folder stands for a URL, it holds on this machine only.
 
-    Raises FolderInUseError if another process still has it after `wait` seconds (None: GRACE), and OSError if the lock
-    file cannot be created.
+    Raises FolderInUseError if another process still has it after `wait` seconds (None: GRACE), and ValueError if the
+    lock file cannot be created.
     """
     made = [parent for parent in lock_file.parents if not parent.exists()]
     end = time.monotonic() + (GRACE if wait is None else wait)
-    lock_file.parent.mkdir(parents=True, exist_ok=True)
-    while (descriptor := try_lock(lock_file)) is None:
-        if time.monotonic() >= end:
-            raise _in_use(folder, lock_file)
-        time.sleep(0.1)
+    try:
+        lock_file.parent.mkdir(parents=True, exist_ok=True)
+        while (descriptor := try_lock(lock_file)) is None:
+            if time.monotonic() >= end:
+                raise _in_use(folder, lock_file)
+            time.sleep(0.1)
+    except OSError as error:
+        why = "it is not a folder" if isinstance(error, FileExistsError) else error.strerror
+        raise ValueError(f"cannot write to {printable(folder)}: {why}; use another folder") from None
     held = [descriptor]
     # A child that outlives this process must not keep the lock.
     os.register_at_fork(after_in_child=lambda: os.close(held.pop()) if held else None)

@@ -22,7 +22,7 @@ from typing import Any
 from ..messages import printable, quoted
 from .chats import FIELDS, NO_TEXT, Chat, InvalidRowError, is_chat, parse_chat
 from .files import DataFile
-from .strict_json import NOT_UTF8, parse
+from .strict_json import not_utf8, parse
 
 PLAIN = (".json", ".csv", ".tsv")
 KINDS = (".jsonl", ".jsonlines", ".ndjson", *PLAIN, ".parquet", ".arrow")
@@ -53,7 +53,7 @@ def read_rows(file: DataFile, field: str) -> Iterator[str | Chat]:
                 break
             yield _document(row, field, f"{name}:{number}")
     except (InvalidRowError, csv.Error, UnicodeDecodeError) as error:
-        what = f"it is {NOT_UTF8.format(error.reason)}" if isinstance(error, UnicodeDecodeError) else error
+        what = f"it is {not_utf8(error)}" if isinstance(error, UnicodeDecodeError) else error
         raise ValueError(f"{name}{f':{number}' if number else ''}: {what}") from None
     except ImportError as error:
         raise ValueError(f"reading {name} needs the {error.name} library: pip install 'moe-dualpipe[data]'") from None
@@ -164,7 +164,9 @@ def _open_csv(file: DataFile, field: str) -> Iterator[object]:
 
 def _columns(names: list[str], field: str) -> list[str]:
     """The columns to read: that of the field, or those of chats. Raises InvalidRowError if there are none."""
-    if field not in FIELDS and field in names:
+    if (number := names.count(field)) > 1:
+        raise InvalidRowError(f"{number} columns are named {quoted(field)}")
+    if field not in FIELDS and number:
         return [field]
     if not is_chat(names):
         raise _missing(field, names)

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import stat
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +18,7 @@ import msgspec
 
 from ..messages import printable, quoted
 
-NOT_UTF8 = "not UTF-8: {}; convert it, as in iconv -f latin1 -t utf-8 OLD > NEW"
-"""A message, with the reason. Latin-1 is the most common other encoding."""
+UTF_16 = BOM_UTF16_LE, BOM_UTF16_BE
 _MOST_NESTED = 200
 MAX_BYTES = 2**28  # five times the size of a tensors.json with a million tensors
 
@@ -41,7 +41,13 @@ def parse(text: str | bytes, allow_nan: bool = False) -> Any:
     except RecursionError:
         raise ValueError("its objects and lists are nested too deep") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is {NOT_UTF8.format(error.reason)}") from None
+        raise ValueError(f"it is {not_utf8(error)}") from None
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """The message for bytes that are not UTF-8. Latin-1 is the most common encoding without a mark of its own."""
+    encoding = "utf-16" if error.object.startswith(UTF_16) else "latin1"
+    return f"not UTF-8: {error.reason}; convert it, as in iconv -f {encoding} -t utf-8 OLD > NEW"
 
 
 def _check_depth(value: Any) -> None:

@@ -9,7 +9,8 @@ The algorithm is that of DeepSeek's load balancer (github.com/deepseek-ai/EPLB, 
 
 Unlike DeepSeek's, it never puts two copies of an expert on one GPU, where the second takes no load off it, unless there
 are more slots than experts times GPUs: an expert gets at most one copy per GPU, and a slot that would be the second one
-is exchanged. Example: loads 1000, 1, 1, 1 in 8 slots of 2 GPUs give 501.5 and 501.5; EPLB gives 601 and 402.
+is exchanged. Example: loads 1000, 1, 1, 1 in 8 slots of 2 GPUs give 501.5 and 501.5; EPLB gives 601 and 402. Sometimes
+EPLB is more even: with two of three copies on one GPU, an expert divides its load 2 to 1.
 
 With several nodes, groups of experts are packed onto nodes first, and then both steps are done within each node: a
 router that limits the groups of a token (`top_groups`) then sends it to fewer nodes. The copies of an expert get equal

@@ -142,8 +142,10 @@ def all_equal(sums: Sequence[float], ranks: int) -> bool:
     return total**2 == squares * ranks
 
 
-def token_ids(name: str, tensor: Tensor) -> Tensor:
+def token_ids(name: str, tensor: object) -> Tensor:
     """`tensor` as int64. Raises ValueError that starts with `name` unless it is a dense tensor of integers."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor of token ids: got {type(tensor).__name__}; use torch.as_tensor()")
     if tensor.dtype not in INTEGERS:
         raise ValueError(f"{name} must be token ids, integers: got {tensor.dtype}")
     if tensor.layout != torch.strided or tensor.is_meta:

@@ -184,9 +184,10 @@ class Pipeline:
         self._order.before_step()
         trains = torch.is_grad_enabled()
         given = Batch(inputs_BS, labels_BS, documents_BS).tensors
-        for name, tensor in given.items():
+        ids = {name: token_ids(name, tensor) for name, tensor in given.items()}
+        for name, tensor in ids.items():
             check_shape(name, tensor, self.schedule.num_micro_batches, self.micro_batch)
-        batch = Batch(*(token_ids(name, tensor) for name, tensor in given.items())).checked()
+        batch = Batch(**ids).checked()
         self._check_same_batch(*batch.tensors.values())
         depths, routers = self.model.mtp_layers * trains, trains and self._routers_see_sequences
         found = step_labels(batch, self.micro_batch[0], self.layout, depths, num_labels, self.context, routers)

@@ -53,8 +53,10 @@ class UpdateOrder:
                 )
 
     def before_update(self) -> None:
+        """Check that there is a sum, which the update uses up."""
         if self.state is not Gradients.SUMMED:
             raise RuntimeError("call sum_gradients between step and the update: replicas would differ without it")
+        self.state = Gradients.NONE
 
     @property
     def added(self) -> bool:

@@ -7,7 +7,8 @@ from .actions import Step
 Cell = tuple[int, int]
 """A position in the grid: the rank, and the index in its list."""
 
-_AROUND = 5  # steps of a long grid that are shown before and after the marked cells
+_AROUND = 5  # steps and ranks of a large grid that are shown before and after the marked cells
+_MOST = 64  # of either that are shown
 
 
 class ScheduleError(ValueError):
@@ -17,21 +18,28 @@ class ScheduleError(ValueError):
 def grid(rows: Sequence[Sequence[Step]], marked: Collection[Cell] = ()) -> str:
     """Return the steps as text, one line per rank.
 
-    A long grid is cut to the columns near the `marked` cells, or to the first ones.
+    A large grid is cut to the ranks and steps near the `marked` cells, or to the first ones.
     """
     length, marked = max(map(len, rows), default=0), {*marked}
-    first, last = 0, length
-    if length > 4 * _AROUND:
-        columns = [step for _, step in marked] or [0]
-        first, last = max(0, min(columns) - _AROUND), min(length, max(columns) + _AROUND + 1)
-    label = max(len(f"rank {len(rows) - 1}"), 7) + 1
+    ranks, steps = _shown(len(rows), [rank for rank, _ in marked]), _shown(length, [step for _, step in marked])
+    label = max(len(f"rank {ranks[-1]}") if ranks else 0, 7) + 1
     cells = [
-        [f">{row[i]}<" if (rank, i) in marked else str(row[i]) for i in range(first, min(last, len(row)))]
-        for rank, row in enumerate(rows)
+        [f">{rows[rank][i]}<" if (rank, i) in marked else str(rows[rank][i]) for i in steps if i < len(rows[rank])]
+        for rank in ranks
     ]
-    widths = [max((len(row[i]) for row in cells if i < len(row)), default=0) for i in range(last - first)]
-    lines = [] if (first, last) == (0, length) else [f"steps {first} to {last - 1} of {length}:"]
-    for rank, row in enumerate(cells):
+    widths = [max((len(row[i]) for row in cells if i < len(row)), default=0) for i in range(len(steps))]
+    shown = (("ranks", ranks, len(rows)), ("steps", steps, length))
+    parts = [f"{name} {some[0]} to {some[-1]} of {all_}" for name, some, all_ in shown if len(some) < all_]
+    lines = [f"{', '.join(parts)}:"] if parts else []
+    for rank, row in zip(ranks, cells, strict=True):
         padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=False))
         lines.append(f"rank {rank}".ljust(label) + " ".join(padded))
     return "\n".join(lines)
+
+
+def _shown(length: int, marked: Sequence[int]) -> range:
+    """The steps, or the ranks, of a grid with this many that are shown."""
+    if length <= 4 * _AROUND:
+        return range(length)
+    first = max(0, min(marked, default=0) - _AROUND)
+    return range(first, min(length, max(marked, default=0) + _AROUND + 1, first + _MOST))

@@ -69,15 +69,18 @@ def _call(callbacks: Sequence[Callback], trainer: Trainer, record: dict[str, flo
 
     They may add numbers to `record`. Raises TypeError for anything else, and RuntimeError for sys.exit.
     """
-    step = record["step"]
+    before = {**record}
     for callback in callbacks:
         with chdir("."):
             try:
                 callback(trainer, record)
             except SystemExit:
                 raise RuntimeError("a callback must not end its process: use trainer.request_stop()") from None
-    if record.get("step") != step:
-        raise ValueError(f"a callback must not change record['step']: it was {step}, and is {record.get('step')!r}")
+    if removed := [key for key in before if key not in record]:
+        raise ValueError(f"a callback must not remove record[{removed[0]!r}]")
+    if record["step"] != before["step"]:
+        was, got = before["step"], quoted(record["step"], 60)
+        raise ValueError(f"a callback must not change record['step']: it was {was}, and is {got}")
     values: dict[Any, Any] = {**record}
     for key, value in values.items():
         number = value.item() if getattr(value, "ndim", None) == 0 else value  # of torch or numpy
@@ -85,6 +88,7 @@ def _call(callbacks: Sequence[Callback], trainer: Trainer, record: dict[str, flo
             got = f"{type(value).__name__} {quoted(value, 60)}"
             raise TypeError(f"a callback may only add numbers to the record, by name: {quoted(key, 60)} is {got}")
         record[key] = number
+    record["step"] = before["step"]  # not 1.0
     trainer.optimizer.drop_gradients()
     trainer.balance.forget()
     trainer.agree_to_stop()

@@ -35,7 +35,7 @@ FIELDS = {
     "grad_norm": "Norm of the gradient of the whole model, before clipping.",
     "lr": "Learning rate.",
     "seconds": "Duration of the step.",
-    "tokens": "Tokens of all ranks.",
+    "tokens": "Tokens of all ranks, with padding and ignored labels: a step computes them, too.",
     "tokens_per_s": "Tokens per second of all ranks.",
     "mfu": "Model FLOPs utilization: model FLOPs over the peak of all devices. Only if the peak of a device is known.",
     "peak_memory_mb": "Peak memory of the first rank so far, in MiB. The end of the run prints the maximum over ranks.",

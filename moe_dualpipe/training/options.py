@@ -77,7 +77,7 @@ _CHOSEN = (
 _CHANGES = {
     "data": (
         "seed", "batch.data", "batch.seq_len", "batch.batch_size", "metrics.eval_sequences", "batch.chat_template",
-        "batch.train_on", "batch.packing", "batch.too_long",
+        "batch.train_on", "batch.packing", "batch.too_long", "batch.special_tokens",
     ),
     "mathematics": (
         "steps", "bias_rate", "freeze", "lora.", "optim.", "model.", "batch.document_mask", "compute.dtype",

@@ -109,7 +109,6 @@ def option_rules(config: TrainConfig) -> list[Rule]:
     decay, wsd = decay_steps(optim, config.steps), optim.schedule == "wsd"
     given = [name for name in ("alpha", "dropout", "targets") if getattr(lora, name)]
     record, replay = batch.record_routes, batch.replay_routes
-    same = record and replay and Path(record) == Path(replay)
     return [
         Rule(
             config.parallel.move_experts_every and config.parallel.ep == 1,
@@ -144,7 +143,6 @@ def option_rules(config: TrainConfig) -> list[Rule]:
             Rule(folder and stores.is_url(folder), f"{name} {printable(folder)} must be a local folder")
             for name, folder in (("record_routes", record), ("replay_routes", replay))
         ),
-        Rule(same, f"record_routes and replay_routes are both {printable(record)}: use two"),
     ]
 
 

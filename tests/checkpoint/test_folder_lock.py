@@ -38,6 +38,15 @@ def test_a_killed_process_frees_the_folder_although_its_child_goes_on(tmp_path):
     assert not [*folder.glob(".*")], "a lock stays"
 
 
+@pytest.mark.parametrize("name,why", [("/proc/x", "No such file or directory"), ("file", "it is not a folder")])
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, name, why):
+    (tmp_path / "file").touch()
+    folder = tmp_path / name
+    message = f"^cannot write to {folder}: {why}; use another folder$"
+    with pytest.raises(ValueError, match=message), only_writer(folder, folder / LOCK_FILE, 0.0):
+        pass
+
+
 def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(restart, "GRACE", 0.0)
     config, said = settings(tmp_path / "run", steps=1), []

@@ -117,7 +117,7 @@ def test_a_glob_that_the_shell_has_expanded_is_described_on_one_line(folder):
     (b"ok\n" * 700_000 + b"\xc3(", "line 700001 is not UTF-8: invalid continuation byte; convert it, as in iconv"),
     (b"ok\n" * 700_000 + b"a\0", "zero byte in line 700001"),
     (b"line\nend \xe2\x82", "line 2 is not UTF-8: unexpected end of data"),
-    (b"\xff\xfea\0b\0", "zero byte in line 1; if it is UTF-16, convert it: iconv -f utf-16 -t utf-8 OLD > NEW"),
+    (b"\xff\xfea\0b\0", "line 1 is not UTF-8: invalid start byte; convert it, as in iconv -f utf-16 -t utf-8"),
 ], ids=["utf8", "zero", "cut", "utf16"])  # fmt: skip
 def test_an_error_names_the_line_where_a_file_is_not_text(tmp_path, content, problem):
     (tmp_path / "a.txt").write_bytes(content)

@@ -136,6 +136,15 @@ INVALID = {
     "cells.csv": (b"id,text\n1,x\n\n2\n", ":4: a row has 2 cells, but this one has 1"),
     "quote.csv": (b'id,text\n1,"x', ":2: unexpected end of data"),
     "latin.tsv": (b"id\ttext\n1\t\xfc", ":2: it is not UTF-8: invalid start byte; convert it, as in iconv -f latin1"),
+    "wide.csv": (
+        "id,text\n1,x\n".encode("utf-16"),
+        ": it is not UTF-8: invalid start byte; convert it, as in iconv -f utf-16",
+    ),
+    "wide.jsonl": (
+        jsonl_bytes(["x"]).decode().encode("utf-16"),
+        ":1: it is not UTF-8: invalid start byte; convert it, as in iconv -f utf-16",
+    ),
+    "twice.csv": (b"text,text\nx,y\n", ": 2 columns are named 'text'"),
     "names.csv": (b"id,txt\n1,x\n", ": no field 'text'; its fields are 'id', 'txt': choose one with --set"),
     "long.json": (
         b"[1,%s]" % (b"2," * 40_000),

@@ -49,6 +49,7 @@ WRONG = {
     ),
     "after a sum": (["step", "sum", "step"], "the gradients of the last sum are still there"),
     "no sum": (["step", "update"], "call sum_gradients between step and the update"),
+    "update twice": (["step", "sum", "update", "update"], "call sum_gradients between step and the update"),
     "no sum, custom optimizer": (["step", halve, "step"], "the weights changed although the gradients were not summed"),
     "dtype": (["step", "sum", "update", lambda p: p.stages[0].double(), "step"], "are torch.float64 now, but the pipe"),
 }
@@ -96,6 +97,8 @@ def test_token_ids_of_any_integers(dtype):
 
 
 @pytest.mark.parametrize(("change", "message"), [
+    (lambda tokens: tokens.numpy(), r"inputs must be a tensor of token ids: got ndarray; use torch.as_tensor\(\)"),
+    (lambda tokens: tokens.tolist(), "inputs must be a tensor of token ids: got list"),
     (lambda tokens: tokens.float(), "inputs must be token ids, integers: got torch.float32"),
     (lambda tokens: tokens.to_sparse(), "inputs must be a dense tensor of token ids: got the layout torch.sparse_coo"),
     (lambda tokens: tokens.to("meta"), "inputs must be a dense tensor of token ids: got a meta tensor"),

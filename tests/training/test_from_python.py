@@ -209,13 +209,19 @@ def test_callbacks_add_numbers(value):
     assert [*losses(found, "mine").values()] == [float(value)] * 3
 
 
+def test_a_step_stays_a_whole_number():
+    found, _ = train_in_memory(config_of(None), lambda _, record: record.update(step=float(record["step"])))
+    assert {type(one["step"]) for one in found} == {int}
+
+
 @pytest.mark.parametrize("callback,error,message", [
     (add("text"), TypeError, "a callback may only add numbers to the record, by name: 'mine' is str 'text'"),
     (add(torch.ones(2)), TypeError, "'mine' is Tensor"), (add(np.ones(2)), TypeError, "'mine' is ndarray"),
     (add(None), TypeError, "'mine' is NoneType None"), (add({1}), TypeError, "'mine' is set {1}"),
     (add(1.0, 3), TypeError, "3 is float 1.0"),
     (add(9, "step"), ValueError, "a callback must not change record['step']: it was 1, and is 9"),
-    (lambda _, record: record.pop("step"), ValueError, "it was 1, and is None"),
+    *((lambda _, record, key=key: record.pop(key), ValueError, f"a callback must not remove record['{key}']")
+      for key in ("step", "loss")),
     *((lambda trainer, _, factor=factor: setattr(trainer, "lr_factor", factor), ValueError,
        f"trainer.lr_factor must be at {bound}: got {factor}")
       for factor, bound in ((math.nan, "least 0"), (-1.0, "least 0"), (math.inf, "most 2,147,483,647"))),

@@ -173,14 +173,22 @@ def test_a_request_knows_what_was_typed_and_how_it_differs_from_the_resumed_run(
     (tmp_path / "run.toml").write_text(to_toml(config))
     (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
     for resume in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-000002"):
-        more = ["--schedule", "b.csv", "--set", "compute.fp8=experts", "batch.replay_routes=c"]
+        more = [
+            "--schedule",
+            "b.csv",
+            "--set",
+            "compute.fp8=experts",
+            "batch.replay_routes=c",
+            "batch.special_tokens=true",
+        ]
         request = parse(["--resume", str(resume), "--lr", "0.25", "--steps", "9", "--batch-size", "16", *more])
-        other = {"parallel.schedule", "compute.fp8", "batch.replay_routes"}
+        other = {"parallel.schedule", "compute.fp8", "batch.replay_routes", "batch.special_tokens"}
         assert request.typed == {"optim.lr", "steps"} | other
         assert request.from_file and changes(request.saved or {}, request.config) == [
             "steps 6 -> 9; this changes the mathematics",
             "parallel.schedule 'a.csv' -> 'b.csv'; this changes the order of the work",
             "compute.fp8 'off' -> 'experts'; this changes the mathematics",
+            "batch.special_tokens False -> True; this changes the data",
             "batch.replay_routes None -> 'c'; this changes the mathematics",
             "optim.lr 0.5 -> 0.25; this changes the mathematics",
         ]  # fmt: skip

@@ -261,6 +261,7 @@ GIVEN = [
     ({}, {"batches": lambda _: (TOKENS, TOKENS[:, 1:])}, f"{SHAPE} [4, 32], [4, 31]"),
     ({}, {"batches": lambda _: TOKENS}, f"{SHAPE} [4, 32]"),
     ({}, {"batches": lambda _: None}, f"{SHAPE} NoneType"),
+    ({}, {"batches": lambda _: (TOKENS.numpy(),) * 2}, f"{SHAPE} ndarray, ndarray; make tensors of arrays with torch."),
     ({}, {"batches": lambda _: (TOKENS.float(), TOKENS)}, "batches(0): inputs must be token ids, integers: got torch"),
     ({}, {"batches": lambda _: (TOKENS + 256, TOKENS)}, "batches(0): inputs must be from 0 to 255: got 256"),
     ({}, {"batches": lambda _: (TOKENS, TOKENS - 1)}, "batches(0): labels must be from 0 to 255, or -100 for one to "),

@@ -73,7 +73,10 @@ class Routes(Extension):
         if self.folder is None:
             return
         make_folder(self.folder, f"record_routes {printable(self.folder)}")
+        replayed = {file.resolve() for file in self.replayed.files} if self.replayed else set()
         for file in sorted(self.folder.glob(f"*{SUFFIX}")) if self.trainer.pipeline.layout.rank == 0 else ():
+            if file.resolve() in replayed:
+                raise ValueError(f"record_routes: {printable(file)} is one of replay_routes: use another folder")
             match, found = _NAME.fullmatch(file.name), run_of_file(file)
             if match is None or found.keys() != self.run.keys():
                 raise ValueError(f"record_routes: {printable(file)} is not of this run: use an empty folder")
