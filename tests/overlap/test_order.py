@@ -2,6 +2,7 @@
 
 import random
 from collections import defaultdict
+from functools import partial
 
 import pytest
 import torch
@@ -42,10 +43,10 @@ def test_the_order_is_deepseeks():
 KEYS_LAYER = "mlp(W) qkv(F) attn(B) keys(F) keys(B) attn(W) attn(F) qkv(B) dispatch(F)"
 
 
-def with_keys(layers):
+def with_keys(layers, dense=0):
     experts = Loopback(8, 2)
     return stage(
-        layers, 0, experts, embedding=False, head=False, num_shared_experts=0, context=LoopbackContext(2, experts)
+        layers, dense, experts, embedding=False, head=False, num_shared_experts=0, context=LoopbackContext(2, experts)
     )
 
 
@@ -129,11 +130,10 @@ def test_the_backward_runs_segments_in_the_reverse_order_of_the_forward():
 # ---- Time ----
 
 
-FIELDS = ("attn_f", "mlp_f", "attn_b", "mlp_b", "attn_w", "mlp_w", "dispatch_f", "combine_f", "combine_b", "dispatch_b")
-
-
-def some_layers(rng, number):
-    return [LayerSeconds(**{name: rng.uniform(0.1, 2) for name in FIELDS}) for _ in range(number)]
+PARTS = "qkv", "attn", "mlp"
+EXPERTS = "dispatch_f", "combine_f", "combine_b", "dispatch_b"
+FIELDS = ("attn_f", "mlp_f", "attn_b", "mlp_b", "attn_w", "mlp_w", *EXPERTS)
+KEYS_FIELDS = (*FIELDS, "qkv_f", "qkv_b", "qkv_w", "keys_f", "keys_b")
 
 
 def list_schedule(log, forward, backward):
@@ -142,23 +142,28 @@ def list_schedule(log, forward, backward):
     streams, ready = {"compute": 0.0, "transfer": 0.0}, {"F": 0.0, "B": 0.0}
     for label in log:
         name, lane = label[:-3], label[-2]
-        layer = layers[lane][counts[label]]
-        counts[label] += 1
-        key = f"{name}_{lane.lower()}" if name in ("attn", "mlp") else f"{name}_{'f' if lane == 'F' else 'b'}"
-        stream = "compute" if name in ("attn", "mlp") else "transfer"
+        times = [time for layer in layers[lane] if (time := getattr(layer, f"{name}_{lane.lower()}"))]
+        stream = "compute" if name in PARTS else "transfer"
         after = 0.0 if lane == "W" else ready[lane]  # weight gradients need what the host has queued before them
-        streams[stream] = max(streams[stream], after) + getattr(layer, key)
+        streams[stream] = max(streams[stream], after) + times[counts[label]]
+        counts[label] += 1
         if lane != "W":
             ready[lane] = streams[stream]
     return max(*streams.values(), *ready.values())
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 3), (2, 4), (4, 1)])
-def test_the_order_is_that_of_the_engine(sizes):
-    log = [label for label in order(*map(bare, sizes), queued=True).split() if not label.startswith("add")]
+@pytest.mark.parametrize(("chunk", "fields", "dense"), [
+    (bare, FIELDS, 0), (with_keys, KEYS_FIELDS, 0), (partial(with_keys, dense=1), KEYS_FIELDS, 1),
+], ids=["experts", "keys", "keys, first layer dense"])  # fmt: skip
+def test_the_order_is_that_of_the_engine(chunk, fields, dense, sizes):
+    log = [label for label in order(*map(chunk, sizes), queued=True).split() if not label.startswith("add")]
     rng = random.Random(str(sizes))
     for _ in range(20):
-        forward, backward = (some_layers(rng, size) for size in sizes)
+        forward, backward = ([
+            LayerSeconds(**{name: rng.uniform(0.1, 2) * (layer >= dense or name not in EXPERTS) for name in fields})
+            for layer in range(size)
+        ] for size in sizes)  # fmt: skip
         assert pair_seconds(forward, backward) == pytest.approx(list_schedule(log, forward, backward))
 
 
