@@ -168,5 +168,6 @@ def _turns(segments: Iterable[Segment], keys: bool) -> Iterator[tuple[Sequence[E
         if time or (transfer and not keys):
             begin = [Begin(transfer, time)] * (time > 0)  # without bytes, it does not wait for the link
             yield [*turn, *begin, Computation(deferred)], transfer
-            turn, deferred = [Await(transfer)], 0.0
+            turn, deferred = [], 0.0
+            turn.append(Await(transfer))
     yield [*turn, Computation(deferred)], ""

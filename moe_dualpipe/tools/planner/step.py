@@ -26,9 +26,9 @@ HIDDEN_GRADIENTS = 0.8
 class StepSeconds:
     """Seconds of a step, and of its parts on the average rank. The parts add up to `seconds`.
 
-    compute: segments, with the transfers of tensor parallelism in them. exposed: transfers of experts that nothing
-    hides. idle: waiting for other stages. sums: exposed sums of gradients, and gathers of weights. transfers: all
-    transfers of experts and all sums, hidden or not.
+    compute: segments, with the transfers of tensor parallelism in them. exposed: transfers of experts, and of keys
+    between segments, that nothing hides. idle: waiting for other stages. sums: exposed sums of gradients, and gathers
+    of weights. transfers: all of these transfers and sums, hidden or not.
     """
 
     compute: float

@@ -112,6 +112,12 @@ class Workload:
         return self.schedule in PAIRED if self.overlap is None else self.overlap
 
     @property
+    def pairs_hide_keys(self) -> bool:
+        """Whether keys are gathered between segments of pairs, as in this project. Otherwise, they travel around the
+        context-parallel ranks beside the attention of their own micro-batch."""
+        return self.layout.cp > 1 and self.overlaps and self.schedule in PAIRED
+
+    @property
     def peak(self) -> float:
         """FLOP/s of a GPU in the precision of the run. `check` refuses a device that has none."""
         return self.device.peak[self.precision] or 0.0

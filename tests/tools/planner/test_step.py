@@ -9,6 +9,7 @@ import pytest
 from moe_dualpipe.overlap.pair_time import pair_seconds
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.tools.planner import Workload, layout_of, load_device, read_shape
+from moe_dualpipe.tools.planner.device import gather
 from moe_dualpipe.tools.planner.routing import MeasuredLoads, all_to_all, rows_sent
 from moe_dualpipe.tools.planner.segment_times import ALL, EFFECTS, Clock, head_seconds, layer_seconds
 from moe_dualpipe.tools.planner.stages import memory_of
@@ -206,6 +207,38 @@ def test_bytes_of_transfers_of_experts(gpu, options, sizes):
         transfers = one.dispatch_f, one.combine_f, one.combine_b, one.dispatch_b
         assert transfers == pytest.approx((dispatch, combine, back, combine))
     assert one.mlp_f > layer_seconds(load, layer).mlp_f
+
+
+@pytest.mark.parametrize("model,width,up", [
+    ("qwen3-30b-a3b", 2 * 4 * 128, 0), ("deepseek-v3", 512 + 64, 512 * 128 * (128 + 128)),
+])  # fmt: skip
+def test_keys_are_a_transfer_of_a_pair(model, width, up):
+    """4 heads of keys and values, or the latent and the rotated key. From latents, each rank computes the keys and
+    values of all positions, those of 3 other ranks too."""
+    ours = Workload(read_shape(model), H100, layout_of(16, ep=8, cp=4), global_batch=64, schedule="dualpipev", host=0.0)
+    layer = ours.shape.layers[-1]
+    once, twice = (layer_seconds(changed(ours, recompute=recompute), layer) for recompute in ("none", "full"))
+    assert once.keys_f == once.keys_b == twice.keys_b == pytest.approx(gather(H100, 2 * 4096 * width, 4, 1))
+    assert 0 < once.qkv_f == once.qkv_w == once.qkv_b == pytest.approx(twice.qkv_b / 2)
+    assert twice.attn_b == pytest.approx(once.attn_b + once.attn_f)
+    pairs, ring = (layer_seconds(load, layer, frozenset()) for load in (ours, changed(ours, overlap=False)))
+    more = 3 * 1024 * 2 * up / H100.peak["bf16"]
+    assert pairs.compute_f - ring.compute_f == pytest.approx(more)
+    assert pairs.compute_b - ring.compute_b == pytest.approx(2 * more)
+
+
+def test_only_pairs_of_this_project_hide_keys_behind_the_other_micro_batch():
+    load = changed(LOAD, {"cp": 4}, schedule="dualpipev")
+    layer = load.shape.layers[0]
+    rings = [changed(load, overlap=False), changed(load, schedule="interleaved_1f1b", overlap=True)]
+    for ring in rings:  # 0.4 of the gather beside each forward, and twice as much in a backward
+        keys, no_keys = (layer_seconds(ring, layer, on) for on in (ALL, ALL - {"tensor transfers"}))
+        assert [keys.attn_f - no_keys.attn_f, keys.attn_b - no_keys.attn_b] == pytest.approx(
+            [0.4 * layer_seconds(load, layer).keys_f, 0.8 * layer_seconds(load, layer).keys_f]
+        )
+    slow = dataclasses.replace(H100, domain=dataclasses.replace(H100.domain, bandwidth=2e9))
+    exposed, hidden = (step_of(changed(load, device=slow, overlap=overlap)).hidden for overlap in (False, True))
+    assert exposed < hidden < 1
 
 
 def test_experts_in_fp8_multiply_faster_but_for_weight_gradients():
