@@ -7,14 +7,14 @@ earlier transfers have ended. A wait moves the first clock to the end of its tra
     compute    attn(F) mlp(B) mlp(W) mlp(F) attn(B) attn(W)
     transfer   dispatch(F) dispatch(B) combine(F) combine(B)
 
-With keys gathered before attention, a layer has three transfers, in the order that engine.py states. On a GPU,
+With keys gathered before attention, a layer has three transfers, in the orders that engine.py states. On a GPU,
 transfers occupy some multiprocessors: computation beside them is slower.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import NamedTuple
 
 
@@ -127,34 +127,40 @@ class LayerSeconds:
         return sum(time for *_, time in self.backward)
 
 
-def pair_seconds(forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds], slower: float = 0.0) -> float:
+def pair_seconds(
+    forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds], slower: float = 0.0, opens: int = 1
+) -> float:
     """Seconds of an overlapped pair of chunks. Layers are given in the order of the model; backward runs them reversed.
 
     slower: the share of the device that transfers occupy; computation that runs beside them takes as much longer.
+    opens: see `Comm`; 1 without keys.
 
     Example: one layer each, and everything takes 1: the 6 computations take 6 and hide all 4 transfers.
     """
-    end = least_time(_pair_events(forward, backward))
+    end = least_time(_pair_events(forward, backward, opens))
     compute = sum(layer.compute_f for layer in forward) + sum(layer.compute_b for layer in backward)
     transfers = sum(layer.transfer_f for layer in forward) + sum(layer.transfer_b for layer in backward)
     hidden = max(0.0, compute + transfers - end)
     return min(compute + transfers, end + hidden * slower)
 
 
-def _pair_events(forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds]) -> Iterator[Event]:
+def _pair_events(forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds], opens: int) -> Iterator[Event]:
     """Yield the events of a pair in the order of the engine."""
-    keys = any(layer.keys_b for layer in backward)
-    first = _turns((segment for layer in forward for segment in layer.forward), keys)
-    second = _turns((segment for layer in reversed(backward) for segment in layer.backward), keys)
+    first = _turns((segment for layer in forward for segment in layer.forward), opens)
+    second = _turns((segment for layer in reversed(backward) for segment in layer.backward), opens)
+    ahead = 0
     for turn, transfer in second:
         yield from turn
-        if not keys or transfer != "combine(B)":  # with keys, the forward begins one transfer later
+        if opens or transfer != "combine(B)":
+            ahead = (opens - 1) * (transfer == "combine(B)")
             break
+    for turn, _ in islice(first, ahead):
+        yield from turn
     for (one, _), (other, _) in zip_longest(first, second, fillvalue=((), "")):
         yield from (*one, *other)
 
 
-def _turns(segments: Iterable[Segment], keys: bool) -> Iterator[tuple[Sequence[Event], str]]:
+def _turns(segments: Iterable[Segment], opens: int) -> Iterator[tuple[Sequence[Event], str]]:
     """What a lane runs at a time: up to its next transfer, whose label comes with it, and deferred weight gradients.
 
     Without keys, the lanes also take turns where a layer without experts would have transfers. So they did when the
@@ -165,7 +171,7 @@ def _turns(segments: Iterable[Segment], keys: bool) -> Iterator[tuple[Sequence[E
     for compute, weights, transfer, time in segments:
         turn.append(Computation(compute))
         deferred += weights
-        if time or (transfer and not keys):
+        if time or (transfer and opens == 1):
             begin = [Begin(transfer, time)] * (time > 0)  # without bytes, it does not wait for the link
             yield [*turn, *begin, Computation(deferred)], transfer
             turn, deferred = [], 0.0

@@ -265,9 +265,8 @@ def _context_transfers(load: Workload, layer: LayerShape, on: Collection[str]) -
     if "tensor transfers" not in on:
         return 0.0
     one, attention = load.layout, layer.attention
-    width = attention.kv_heads * (attention.qk_dim + attention.v_dim)
-    if load.pairs_hide_keys and attention.kind == "mla":
-        width = attention.kv_rank + attention.rope_dim
+    heads = attention.kv_heads * (attention.qk_dim + attention.v_dim)
+    width = attention.gathered if load.pairs_hide_keys else heads
     return gather(load.device, ELEMENT * load.rank_tokens * one.cp * width, one.cp, one.tp)
 
 

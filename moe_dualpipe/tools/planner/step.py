@@ -102,7 +102,7 @@ def _stage(load: Workload, own: Sequence[LayerSeconds]) -> _Stage:
     slower = min(1.0, TRANSFER_SHARE[load.ep_backend] / load.device.sms)
     forward = sum(one.compute_f + one.transfer_f for one in own)
     backward = sum(one.compute_b + one.transfer_b for one in own)
-    gain = max(0.0, forward + backward - pair_seconds(own, own, slower)) if load.overlaps else 0.0
+    gain = max(0.0, forward + backward - pair_seconds(own, own, slower, load.opens)) if load.overlaps else 0.0
     host = sum(one.host for one in own)
     pair = max(forward + backward - OVERLAP * gain, 3 * host)
     transfers = sum(one.transfer_f + one.transfer_b for one in own)

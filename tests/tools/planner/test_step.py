@@ -2,10 +2,14 @@
 
 import dataclasses
 import itertools
+import math
 import random
 
 import pytest
 
+from moe_dualpipe.models import preset
+from moe_dualpipe.models.attention import attention_costs
+from moe_dualpipe.models.costs import shape_of
 from moe_dualpipe.overlap.pair_time import pair_seconds
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.tools.planner import Workload, layout_of, load_device, read_shape
@@ -225,6 +229,16 @@ def test_keys_are_a_transfer_of_a_pair(model, width, up):
     more = 3 * 1024 * 2 * up / H100.peak["bf16"]
     assert pairs.compute_f - ring.compute_f == pytest.approx(more)
     assert pairs.compute_b - ring.compute_b == pytest.approx(2 * more)
+
+
+@pytest.mark.parametrize("name", ["olmoe-1b-7b", "qwen3-30b-a3b", "deepseek-v3"])
+def test_the_order_of_a_pair_is_that_of_the_model(name):
+    """`gathered` is what the layers gather."""
+    config = preset(name)
+    numbers = math.prod(attention_costs(config).kv_cache_shape(config))
+    assert shape_of(config).layers[-1].attention.gathered == numbers
+    load = Workload(shape_of(config), H100, layout_of(16, ep=8, cp=4), schedule="dualpipev")
+    assert load.opens == (0 if name == "olmoe-1b-7b" else 2) and changed(load, overlap=False).opens == 1
 
 
 def test_only_pairs_of_this_project_hide_keys_behind_the_other_micro_batch():
