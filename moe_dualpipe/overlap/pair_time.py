@@ -101,30 +101,22 @@ class LayerSeconds:
         return combine, mlp, attn, (self.qkv_b, self.qkv_w, "", 0.0)
 
     @property
-    def compute_f(self) -> float:
-        return sum(compute for compute, *_ in self.forward)
+    def seconds_f(self) -> float:
+        """Of the forward, with nothing hidden."""
+        return sum(compute + time for compute, _, _, time in self.forward)
 
     @property
-    def compute_b(self) -> float:
-        """Both gradients."""
-        return sum(compute for compute, *_ in self.backward) + self.weights
+    def seconds_b(self) -> float:
+        """Of both gradients, with nothing hidden."""
+        return sum(compute + weights + time for compute, weights, _, time in self.backward)
 
     @property
-    def seconds(self) -> float:
-        """Forward and backward, with nothing hidden."""
-        return self.compute_f + self.compute_b + self.transfer_f + self.transfer_b
+    def transfers(self) -> float:
+        return sum(time for *_, time in (*self.forward, *self.backward))
 
     @property
     def weights(self) -> float:
         return self.attn_w + self.mlp_w + self.qkv_w
-
-    @property
-    def transfer_f(self) -> float:
-        return sum(time for *_, time in self.forward)
-
-    @property
-    def transfer_b(self) -> float:
-        return sum(time for *_, time in self.backward)
 
 
 def pair_seconds(
@@ -138,10 +130,8 @@ def pair_seconds(
     Example: one layer each, and everything takes 1: the 6 computations take 6 and hide all 4 transfers.
     """
     end = least_time(_pair_events(forward, backward, opens))
-    compute = sum(layer.compute_f for layer in forward) + sum(layer.compute_b for layer in backward)
-    transfers = sum(layer.transfer_f for layer in forward) + sum(layer.transfer_b for layer in backward)
-    hidden = max(0.0, compute + transfers - end)
-    return min(compute + transfers, end + hidden * slower)
+    alone = sum(layer.seconds_f for layer in forward) + sum(layer.seconds_b for layer in backward)
+    return min(alone, end + max(0.0, alone - end) * slower)
 
 
 def _pair_events(forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds], opens: int) -> Iterator[Event]:
