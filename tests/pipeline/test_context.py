@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_dualpipe.data.batches import batch_of
+from moe_dualpipe.kernels.fp8 import RECIPES
 from moe_dualpipe.pipeline.settings import Parallel
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.schedule import build
@@ -67,11 +68,12 @@ def test_an_update_equals_that_of_one_process(case):
     assert {key for values in found for key in values} == expected.keys()
 
 
+@pytest.mark.parametrize("fp8", [None, RECIPES["ue8m0"]], ids=["fp32", "fp8"])
 @pytest.mark.parametrize(("name", "pp", "ep"), [("1f1b", 1, 1), ("dualpipev", 2, 2), ("1f1b_overlap", 2, 1)])
-@pytest.mark.quick("1f1b-1-1")
-def test_in_fp32_it_is_as_near_as_with_expert_parallelism(name, pp, ep):
+@pytest.mark.quick("1f1b-1-1-fp32", "1f1b-1-1-fp8")
+def test_in_fp32_it_is_as_near_as_with_expert_parallelism(name, pp, ep, fp8):
     """The loss within 1e-6, and gradients within 1e-11 cosine distance."""
-    options = {"dtype": torch.float32}
+    options = {"dtype": torch.float32, "fp8": fp8}
     expected = update(MODEL, PLAIN, batch(""), **options)
     found = run_ranks(2 * pp, on_ranks, name, pp, 1, Parallel(ep, cp=2), MODEL, "", options)
     for rank, values in enumerate(found):
