@@ -42,6 +42,7 @@ CASES = {
     "recompute norms": {"recompute": "norms"}, "recompute attention": {"recompute": "attention"},
     "recompute full": {"recompute": "full"}, "fused loss": {"model": {"mtp_layers": 1}, "fused_loss": True},
     "dualpipev, ep 2": {"name": "dualpipev", "pp": 2, "ep": 2}, "dualpipe": {"name": "dualpipe", "pp": 2},
+    "short keys, dualpipev, ep 2": {"model": MLA | {"kv_rank": 4}, "name": "dualpipev", "pp": 2, "ep": 2},
     "dp 2, ep 4": {"dp": 2, "ep": 4}, "1f1b_overlap, ep 2": {"name": "1f1b_overlap", "pp": 2, "ep": 2},
 }  # fmt: skip
 
@@ -49,7 +50,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.quick(
     "cp 4", "latent attention", "dynamic", "padding and MTP", "labels left out", "documents, dualpipev",
-    "recompute full", "dp 2, ep 4",
+    "recompute full", "short keys, dualpipev, ep 2", "dp 2, ep 4",
 )  # fmt: skip
 def test_an_update_equals_that_of_one_process(case):
     """Losses, gradients, loads, router losses and biases, in fp64."""
