@@ -88,17 +88,21 @@ class LayerSeconds:
 
     @property
     def forward(self) -> tuple[Segment, ...]:
-        qkv = (self.qkv_f, 0.0, "keys(F)" if self.keys_f else "", self.keys_f)
-        attn = (self.attn_f, 0.0, "dispatch(F)", self.dispatch_f)
-        return qkv, attn, (self.mlp_f, 0.0, "combine(F)", self.combine_f)
+        return (
+            (self.qkv_f, 0.0, "keys(F)" if self.keys_f else "", self.keys_f),
+            (self.attn_f, 0.0, "dispatch(F)", self.dispatch_f),
+            (self.mlp_f, 0.0, "combine(F)", self.combine_f),
+        )
 
     @property
     def backward(self) -> tuple[Segment, ...]:
         """It begins with a transfer: combine brings gradients to the experts."""
-        combine = (0.0, 0.0, "combine(B)", self.combine_b)
-        mlp = (self.mlp_b, self.mlp_w, "dispatch(B)", self.dispatch_b)
-        attn = (self.attn_b, self.attn_w, "keys(B)" if self.keys_b else "", self.keys_b)
-        return combine, mlp, attn, (self.qkv_b, self.qkv_w, "", 0.0)
+        return (
+            (0.0, 0.0, "combine(B)", self.combine_b),
+            (self.mlp_b, self.mlp_w, "dispatch(B)", self.dispatch_b),
+            (self.attn_b, self.attn_w, "keys(B)" if self.keys_b else "", self.keys_b),
+            (self.qkv_b, self.qkv_w, "", 0.0),
+        )
 
     @property
     def seconds_f(self) -> float:

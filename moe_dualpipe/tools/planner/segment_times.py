@@ -116,7 +116,7 @@ def layer_seconds(load: Workload, layer: LayerShape, on: Collection[str] = ALL, 
     elif layer.experts and not layer.shared_size:
         around_mlp = 0.0  # dispatch brings the rows of whole experts
     keys = _context_transfers(load, layer, on)
-    ring = 0.0 if load.pairs_hide_keys else CONTEXT_EXPOSED * keys
+    ring = CONTEXT_EXPOSED * keys if load.opens == 1 else 0.0
     extra_attn, extra_mlp = _recomputed(load, attn[0] + around, mlp[0] + around_mlp, clock)
     transfers = _expert_transfers(load, layer, on, factor) if layer.experts else (0.0, 0.0, 0.0, 0.0)
     seconds = LayerSeconds(
@@ -125,7 +125,7 @@ def layer_seconds(load: Workload, layer: LayerShape, on: Collection[str] = ALL, 
         attn_w=attn_w, mlp_w=mlp_w, dispatch_f=transfers[0], combine_f=transfers[1], combine_b=transfers[2],
         dispatch_b=transfers[3], host=_host(load, layer) if "host" in on else 0.0,
     )  # fmt: skip
-    return _with_keys(load, layer, clock, seconds, keys) if load.pairs_hide_keys else seconds
+    return seconds if load.opens == 1 else _with_keys(load, layer, clock, seconds, keys)
 
 
 def _with_keys(load: Workload, layer: LayerShape, clock: Clock, whole: LayerSeconds, keys: float) -> LayerSeconds:
@@ -266,7 +266,7 @@ def _context_transfers(load: Workload, layer: LayerShape, on: Collection[str]) -
         return 0.0
     one, attention = load.layout, layer.attention
     heads = attention.kv_heads * (attention.qk_dim + attention.v_dim)
-    width = attention.gathered if load.pairs_hide_keys else heads
+    width = heads if load.opens == 1 else attention.gathered
     return gather(load.device, ELEMENT * load.rank_tokens * one.cp * width, one.cp, one.tp)
 
 

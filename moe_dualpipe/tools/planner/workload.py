@@ -114,16 +114,13 @@ class Workload:
 
     @property
     def opens(self) -> int:
-        """How many transfers of a forward begin behind the first combine of a pair (`Comm.opens`)."""
-        layer, ep = self.shape.layers[-1], self.layout.ep
-        cp = self.layout.cp if self.pairs_hide_keys else 1
-        return transfers_at_first(cp, layer.attention.gathered, self.shape.hidden, layer.top_k, ep)
+        """How many transfers of a forward begin behind the first combine of a pair (`Comm.opens`).
 
-    @property
-    def pairs_hide_keys(self) -> bool:
-        """Whether keys are gathered between segments of pairs, as in this project. Otherwise, they travel around the
-        context-parallel ranks beside the attention of their own micro-batch."""
-        return self.layout.cp > 1 and self.overlaps and self.schedule in PAIRED
+        1: no keys are gathered between segments of pairs, as this project does. With context parallelism, they travel
+        around the ranks instead, beside the attention of their own micro-batch.
+        """
+        layer, cp = self.shape.layers[-1], self.layout.cp if self.overlaps and self.schedule in PAIRED else 1
+        return transfers_at_first(cp, layer.attention.gathered, self.shape.hidden, layer.top_k, self.layout.ep)
 
     @property
     def peak(self) -> float:
