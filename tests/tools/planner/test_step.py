@@ -20,6 +20,7 @@ from moe_dualpipe.tools.planner.stages import memory_of
 from moe_dualpipe.tools.planner.step import (
     OVERLAP,
     TRANSFER_SHARE,
+    layer_costs,
     simulate_step,
     step_of,
 )  # fmt: skip
@@ -250,6 +251,9 @@ def test_only_pairs_of_this_project_hide_keys_behind_the_other_micro_batch():
         assert [keys.attn_f - no_keys.attn_f, keys.attn_b - no_keys.attn_b] == pytest.approx(
             [0.4 * layer_seconds(load, layer).keys_f, 0.8 * layer_seconds(load, layer).keys_f]
         )
+    one = layer_seconds(load, layer)
+    alone, pair = one.seconds_f + one.seconds_b, pair_seconds([one], [one], 20 / H100.sms, load.opens)
+    assert layer_costs(load)[0] == pytest.approx(alone - OVERLAP * (alone - pair)) and load.opens == 2
     slow = dataclasses.replace(H100, domain=dataclasses.replace(H100.domain, bandwidth=2e9))
     exposed, hidden = (step_of(changed(load, device=slow, overlap=overlap)).hidden for overlap in (False, True))
     assert exposed < hidden < 1
