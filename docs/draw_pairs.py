@@ -32,8 +32,8 @@ TRAINING = {
 """Milliseconds per layer in DeepSeek's training profile (github.com/deepseek-ai/profile-data)."""
 SCHEMATIC = {"attn(F)": 5.0, "mlp(F)": 4.0, "dispatch(F)": 3.5, "combine(F)": 4.5}
 KEYS = TRAINING | {
-    "qkv(F)": 3.5, "attn(F)": 7.5, "qkv(B)": 3.5, "attn(B)": 15.0, "qkv(W)": 3.5, "attn(W)": 3.5, "keys(F)": 5.0,
-    "keys(B)": 5.0, "combine(B)": 6.5,
+    "qkv(F)": 3.2, "attn(F)": 7.5, "qkv(B)": 3.2, "attn(B)": 15.0, "qkv(W)": 3.2, "attn(W)": 3.2, "keys(F)": 3.2,
+    "keys(B)": 3.2,
 }  # fmt: skip
 """Schematic, of longer sequences on several context-parallel ranks."""
 PICTURES: tuple[tuple[str, Mode, int, dict[str, float], str], ...] = (

@@ -47,7 +47,8 @@ class AttentionLayer(nn.Module):
 
     `self.rotary.table(..., context=self.context)` has the angles of the S positions, and `self.context.cut` selects
     them from L. `attend_slices` (sdpa.py) is causal attention for them. `attend` may have the parameter mask_B1SS, here
-    [B, 1, S, L]. Without these methods, `--cp` is an error.
+    [B, 1, S, L]. Without these methods, `--cp` is an error. If `attend` needs fewer positions, define the attribute
+    `gather`, a Collective whose results `attend` gets (examples/layers/sliding_window.py).
 
     `models.layers.Linear` defers its weight gradients; other modules compute them together with the input gradients.
 

@@ -111,7 +111,8 @@ class Block(BlockLayer):
             )
             x_BSD, queries, *keys = projected
             attend = partial(self.attend_gathered, finish, mask_B1SS=mask_B1SS)
-            parts = x_BSD, queries, (yield Comm(KEYS, self.context.gather, *keys))
+            gather = getattr(self.attention, "gather", self.context.gather)
+            parts = x_BSD, queries, (yield Comm(KEYS, gather, *keys))
         attended = yield Compute("attn", attend, *parts, recompute=self.recompute_attention, source=source)
         if not isinstance(self.mlp, MoE):
             return attended, (yield Compute("mlp", self.dense_mlp, attended, recompute=self.recompute_mlp))

@@ -122,6 +122,17 @@ class LoopbackContext(Context):
         return self.backend.transfer(received.copy_(sent), _num_bytes(received[1:]))
 
 
+def transfers_at_first(cp: int, keys: int, hidden: int, top_k: int, ep: int) -> int:
+    """`Comm.opens` of a combine. keys: the numbers of a position that are gathered.
+
+    Attention is the longest computation. Of the two orders (overlap/engine.py), one exposes the keys of a layer twice,
+    and the other one dispatch, whose rows travel to at most `top_k` other ranks. So this compares them.
+    """
+    if cp == 1:
+        return 1
+    return 0 if 2 * (cp - 1) * keys > min(top_k, ep - 1) * hidden else 2
+
+
 def _num_bytes(x: Tensor) -> int:
     return x.numel() * x.itemsize
 

@@ -4,6 +4,7 @@ T tokens, D model dim, K experts per token, N received rows, M rows in expert-ma
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,8 +20,10 @@ from moe_dualpipe.kernels.fuse import fuse
 from moe_dualpipe.kernels.permute import permute, unpermute
 from moe_dualpipe.overlap import Collective, Comm, Compute, PrepareComm, Segmented, Segments
 
+from .attention import attention_costs
 from .build_experts import ExpertBuilder
 from .config import DEFAULT_OPTIONS, ModelConfig, StageOptions
+from .context_parallel import transfers_at_first
 from .custom_layers import custom_source
 from .layer_calls import call_layer, call_router
 from .layers import Linear, SwiGLU
@@ -59,6 +62,9 @@ class MoE(Segmented):
         self.kernels: Kernels = options.kernels
         self.router = build_router(config, layer, self.kernels)
         self.router.context = self.context = options.context
+        ep, cp = config.num_experts // len(expert_parallel.local_experts), self.context.size if self.context else 1
+        keys = math.prod(attention_costs(config).kv_cache_shape(config))
+        self.opens = transfers_at_first(cp, keys, config.hidden_size, config.experts_per_token, ep)
         self.register_buffer("load_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
         self._losses: tuple[Tensor | float, int] = 0.0, 0  # the sum of the losses [L], and the number of batches
         self.experts = ExpertBuilder(config, layer, options.seed).build(expert_parallel.local_experts)
@@ -130,7 +136,7 @@ class MoE(Segmented):
             shared = yield Compute("mlp", partial(self.run_shared, recompute_x), x_TD, recompute=self.recompute)
         run, source = partial(self.run_experts, route=route), custom_source(self.experts)
         out_ND = yield Compute("mlp", run, received, recompute=self.recompute, source=source)
-        combined = yield Comm(COMBINE, dispatch.transposed, out_ND, hide="", opens=self.context is None)
+        combined = yield Comm(COMBINE, dispatch.transposed, out_ND, hide="", opens=self.opens)
         return (combined,) if shared is None else (combined, shared)
 
     def prepare(self, ids_TK: Tensor) -> Route:

@@ -63,6 +63,11 @@ class AttentionShape:
     window: int = 0
     """A position attends to itself and the `window - 1` positions before it. 0: to all positions before it."""
 
+    @property
+    def gathered(self) -> int:
+        """Numbers of a position that context-parallel ranks of this project gather: keys and values, or latents."""
+        return self.kv_rank + self.rope_dim if self.kind == "mla" else self.kv_heads * (self.qk_dim + self.v_dim)
+
     def products(self, hidden: int) -> tuple[Product, ...]:
         """The projections, in order. The first products of MLA, of queries and of keys and values, are one."""
         out = Product("attention_out", self.heads * self.v_dim, hidden)

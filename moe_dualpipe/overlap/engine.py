@@ -14,11 +14,14 @@ order, and transfers in the same order.
 
 With keys gathered before attention (models/context_parallel.py), a layer has three transfers. By the same rule,
 
+    combine(B) | qkv(W), attn(F), mlp(B), dispatch(F), dispatch(B), mlp(W), mlp(F), attn(B), combine(F), keys(B),
+    attn(W), qkv(F), qkv(B), keys(F), combine(B) |
+
+The forward begins with two transfers (`Comm.opens`), so that the rest is the order above. Keys run behind qkv, which is
+short. If they take longer, the forward begins after the first transfer of the backward, and attention hides keys:
+
     dispatch(B) | mlp(W), qkv(F), attn(B), keys(F), keys(B), attn(W), attn(F), qkv(B), dispatch(F), combine(B), qkv(W),
     mlp(F), mlp(B), combine(F), dispatch(B) |
-
-The forward begins one transfer later (`Comm.opens`). So keys run behind the attention of the other chunk. Otherwise
-they would run behind mlp, and combine behind qkv, which is short.
 
 With `WeightGrads.late`, mlp(W) runs after mlp(F), so that combine(F) starts earlier. This is faster where attention is
 short, or combine is long.
@@ -72,12 +75,15 @@ class Engine:
         first.interleaved = second.interleaved = True
         late = second.weight_grads is not None and second.weight_grads.late
         try:
-            opened = False
-            while second.active and not opened:
+            opens = 0
+            while second.active and not opens:
                 second.advance()
                 second.launch()
                 second.run_deferred()
-                opened = second.opens
+                opens = second.opens
+            for _ in range(opens - 1):
+                first.advance()
+                first.launch()
             while first.active or second.active:
                 first.advance()
                 if late:
@@ -141,7 +147,7 @@ class Lane:
         self.side, self.interleaved = engine.sides[0], False
         self.segments, self.active = segments, True
         self.next_comm: Comm | None = None
-        self.hide, self.opens = "", True
+        self.hide, self.opens = "", 1
         """Those of the last transfer that was started."""
         self.result: Any = None
         self._reply: Any = None

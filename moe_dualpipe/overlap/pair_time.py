@@ -7,13 +7,14 @@ earlier transfers have ended. A wait moves the first clock to the end of its tra
     compute    attn(F) mlp(B) mlp(W) mlp(F) attn(B) attn(W)
     transfer   dispatch(F) dispatch(B) combine(F) combine(B)
 
-The combine of a backward brings gradients to the experts before mlp(B), so it belongs to the layer before. On a GPU,
+With keys gathered before attention, a layer has three transfers, in the orders that engine.py states. On a GPU,
 transfers occupy some multiprocessors: computation beside them is slower.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 from typing import NamedTuple
 
 
@@ -55,12 +56,17 @@ def least_time(events: Iterable[Event]) -> float:
     return clock
 
 
+Segment = tuple[float, float, str, float]
+"""A computation, its deferred weight gradients, and the label and time of the transfer after it. "": there is none."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSeconds:
     """The segments of a layer for one micro-batch, in seconds. B: gradients of inputs. W: gradients of weights.
 
-    attn_b and mlp_b include recomputation. combine_b and dispatch_b are the transfers of the backward, in its order.
-    All transfers of a dense layer are 0. host: the CPU's time to launch the forward; a backward needs twice as much.
+    attn_b, mlp_b and qkv_b include recomputation. combine_b, dispatch_b and keys_b are the transfers of the backward.
+    All transfers of a dense layer are 0, except keys. Without a transfer of keys, qkv is a part of attn. host: the
+    CPU's time to launch the forward; a backward needs twice as much.
     """
 
     attn_f: float
@@ -73,70 +79,95 @@ class LayerSeconds:
     combine_f: float = 0.0
     combine_b: float = 0.0
     dispatch_b: float = 0.0
+    qkv_f: float = 0.0
+    qkv_b: float = 0.0
+    qkv_w: float = 0.0
+    keys_f: float = 0.0
+    keys_b: float = 0.0
     host: float = 0.0
 
     @property
-    def compute_f(self) -> float:
-        return self.attn_f + self.mlp_f
+    def forward(self) -> tuple[Segment, ...]:
+        return (
+            (self.qkv_f, 0.0, "keys(F)" if self.keys_f else "", self.keys_f),
+            (self.attn_f, 0.0, "dispatch(F)", self.dispatch_f),
+            (self.mlp_f, 0.0, "combine(F)", self.combine_f),
+        )
 
     @property
-    def compute_b(self) -> float:
-        """Both gradients."""
-        return self.attn_b + self.mlp_b + self.weights
+    def backward(self) -> tuple[Segment, ...]:
+        """It begins with a transfer: combine brings gradients to the experts."""
+        return (
+            (0.0, 0.0, "combine(B)", self.combine_b),
+            (self.mlp_b, self.mlp_w, "dispatch(B)", self.dispatch_b),
+            (self.attn_b, self.attn_w, "keys(B)" if self.keys_b else "", self.keys_b),
+            (self.qkv_b, self.qkv_w, "", 0.0),
+        )
 
     @property
-    def seconds(self) -> float:
-        """Forward and backward, with nothing hidden."""
-        return self.compute_f + self.compute_b + self.transfer_f + self.transfer_b
+    def seconds_f(self) -> float:
+        """Of the forward, with nothing hidden."""
+        return sum(compute + time for compute, _, _, time in self.forward)
+
+    @property
+    def seconds_b(self) -> float:
+        """Of both gradients, with nothing hidden."""
+        return sum(compute + weights + time for compute, weights, _, time in self.backward)
+
+    @property
+    def transfers(self) -> float:
+        return sum(time for *_, time in (*self.forward, *self.backward))
 
     @property
     def weights(self) -> float:
-        return self.attn_w + self.mlp_w
-
-    @property
-    def transfer_f(self) -> float:
-        return self.dispatch_f + self.combine_f
-
-    @property
-    def transfer_b(self) -> float:
-        return self.dispatch_b + self.combine_b
-
-
-NO_LAYER = LayerSeconds(0, 0, 0, 0, 0, 0)
+        return self.attn_w + self.mlp_w + self.qkv_w
 
 
 def pair_seconds(
-    forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds], slower: float = 0.0, late: bool = False
-) -> float:  # fmt: skip
+    forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds], slower: float = 0.0, opens: int = 1
+) -> float:
     """Seconds of an overlapped pair of chunks. Layers are given in the order of the model; backward runs them reversed.
 
-    late: mlp(W) after mlp(F), as with `WeightGrads.late`. slower: the share of the device that transfers occupy;
-    computation that runs beside them takes as much longer.
+    slower: the share of the device that transfers occupy; computation that runs beside them takes as much longer.
+    opens: see `Comm`; 1 without keys.
 
     Example: one layer each, and everything takes 1: the 6 computations take 6 and hide all 4 transfers.
     """
-    sent = (event for event in _pair_events(forward, backward, late) if not isinstance(event, Begin) or event.time)
-    end = least_time(sent)  # a transfer without bytes does not wait for the link
-    compute = sum(layer.compute_f for layer in forward) + sum(layer.compute_b for layer in backward)
-    transfers = sum(layer.transfer_f for layer in forward) + sum(layer.transfer_b for layer in backward)
-    hidden = max(0.0, compute + transfers - end)
-    return min(compute + transfers, end + hidden * slower)
+    end = least_time(_pair_events(forward, backward, opens))
+    alone = sum(layer.seconds_f for layer in forward) + sum(layer.seconds_b for layer in backward)
+    return min(alone, end + max(0.0, alone - end) * slower)
 
 
-def _pair_events(forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds], late: bool) -> Iterator[Event]:
+def _pair_events(forward: Sequence[LayerSeconds], backward: Sequence[LayerSeconds], opens: int) -> Iterator[Event]:
     """Yield the events of a pair in the order of the engine."""
-    n = max(len(forward), len(backward), 1)  # 1: a stage may have no layers
-    f = [*forward, *[NO_LAYER] * (n - len(forward))]
-    b = [*reversed(backward), *[NO_LAYER] * (n - len(backward) + 1)]
-    yield Begin("combine(B)", b[0].combine_b)
-    for one, other, after in zip(f, b, b[1:], strict=False):
-        yield from (Await("combine(F)"), Computation(one.attn_f), Begin("dispatch(F)", one.dispatch_f))
-        yield from (Await("combine(B)"), Computation(other.mlp_b), Begin("dispatch(B)", other.dispatch_b))
-        if not late:
-            yield Computation(other.mlp_w)
-        yield from (Await("dispatch(F)"), Computation(one.mlp_f), Begin("combine(F)", one.combine_f))
-        if late:
-            yield Computation(other.mlp_w)
-        yield from (Await("dispatch(B)"), Computation(other.attn_b), Begin("combine(B)", after.combine_b))
-        yield Computation(other.attn_w)
-    yield from (Await("combine(F)"), Await("combine(B)"))
+    first = _turns((segment for layer in forward for segment in layer.forward), opens)
+    second = _turns((segment for layer in reversed(backward) for segment in layer.backward), opens)
+    ahead = 0
+    for turn, transfer in second:
+        yield from turn
+        if opens or transfer != "combine(B)":
+            ahead = (opens - 1) * (transfer == "combine(B)")
+            break
+    for turn, _ in islice(first, ahead):
+        yield from turn
+    for (one, _), (other, _) in zip_longest(first, second, fillvalue=((), "")):
+        yield from (*one, *other)
+
+
+def _turns(segments: Iterable[Segment], opens: int) -> Iterator[tuple[Sequence[Event], str]]:
+    """What a lane runs at a time: up to its next transfer, whose label comes with it, and deferred weight gradients.
+
+    Without keys, the lanes also take turns where a layer without experts would have transfers. So they did when the
+    constants of the planner were fitted.
+    """
+    turn: list[Event] = []
+    deferred = 0.0
+    for compute, weights, transfer, time in segments:
+        turn.append(Computation(compute))
+        deferred += weights
+        if time or (transfer and opens == 1):
+            begin = [Begin(transfer, time)] * (time > 0)  # without bytes, it does not wait for the link
+            yield [*turn, *begin, Computation(deferred)], transfer
+            turn, deferred = [], 0.0
+            turn.append(Await(transfer))
+    yield [*turn, Computation(deferred)], ""

@@ -101,8 +101,8 @@ class Comm(_Segment):
     """Start a transfer of the inputs. The generator continues immediately, with a `CommResult`; backward runs the dual.
 
     hide: what else may run behind the transfer and its dual. "weights": deferred weight gradients. "": none; on a GPU,
-    they are queued first, unless the other chunk's transfer hides them. opens: whether the first segments of another
-    chunk's forward may run behind the dual. Otherwise they wait for the next transfer.
+    they are queued first, unless the other chunk's transfer hides them. opens: how many transfers of another chunk's
+    forward are started behind the dual, before the dual's own chunk continues. 0: the forward waits for the next one.
     """
 
     __slots__ = ("collective", "hide", "opens")
@@ -110,7 +110,7 @@ class Comm(_Segment):
 
     def __init__(
         self, name: str, collective: Collective, *inputs: "Tensor | CommResult",
-        hide: Literal["weights", ""] = "weights", opens: bool = True,
+        hide: Literal["weights", ""] = "weights", opens: int = 1,
     ):  # fmt: skip
         super().__init__(name, collective.start, *inputs)
         self.collective, self.hide, self.opens = collective, hide, opens

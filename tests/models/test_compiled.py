@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from moe_dualpipe.expert_parallel import Loopback
 from moe_dualpipe.kernels import fuse as fuse_module
 from moe_dualpipe.kernels.experts import swiglu
 from moe_dualpipe.kernels.fuse import fuse
 from moe_dualpipe.models import RECOMPUTE, ModelConfig, StageOptions, build_model
+from moe_dualpipe.models.context_parallel import LoopbackContext
 from tests.support.pairs import CONFIG, assert_same, gradients, tokens
 
 MLA = {"attention": "mla", "kv_rank": 6, "rope_dim": 4, "value_dim": 5}
@@ -46,6 +48,13 @@ def model(config: ModelConfig = CONFIG, compiled=True, recompute="none"):
     return build_model(config, options=StageOptions(compiled=compiled, recompute=recompute))
 
 
+def one_of_two_ranks(config, compiled):
+    """The model on the first of two ranks that share each sequence, whose rows are alike."""
+    experts = Loopback(config.num_experts, 2)
+    options = StageOptions(compiled=compiled, context=LoopbackContext(2, experts))
+    return build_model(config, experts, options)
+
+
 def step(stage, seed=1, length=5):
     """The loss and the gradients of a micro-batch."""
     stage.zero_grad()
@@ -73,6 +82,16 @@ def test_compiled_models_agree_with_eager_ones_and_nothing_is_compiled_after_the
     for seed in range(2):
         step(larger, seed)
     assert graphs() == first > 5
+
+
+@pytest.mark.quick("mla")
+@pytest.mark.parametrize("name", ["gqa", "mla"])
+def test_compiled_models_agree_with_eager_ones_on_ranks_that_share_sequences(name):
+    config = dataclasses.replace(MODELS[name], num_layers=2)
+    compiled, plain = (step(one_of_two_ranks(config, compiled), length=6) for compiled in (True, False))
+    for ours, expected in zip(compiled, plain, strict=True):
+        assert (ours is None) == (expected is None)
+        assert expected is None or (ours - expected).norm() <= 1e-6 * expected.norm()
 
 
 def test_a_varying_number_of_rows_shares_one_graph():

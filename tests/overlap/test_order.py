@@ -2,12 +2,13 @@
 
 import random
 from collections import defaultdict
+from functools import partial
 
 import pytest
 import torch
 
 from moe_dualpipe.expert_parallel import Local, Loopback
-from moe_dualpipe.models.context_parallel import LoopbackContext
+from moe_dualpipe.models.context_parallel import LoopbackContext, transfers_at_first
 from moe_dualpipe.overlap import Compute, Engine, WeightGrads, bind
 from moe_dualpipe.overlap.pair_time import LayerSeconds, pair_seconds
 from tests.support.engines import run_on
@@ -39,28 +40,46 @@ def test_the_order_is_deepseeks():
     )
 
 
-KEYS_LAYER = "mlp(W) qkv(F) attn(B) keys(F) keys(B) attn(W) attn(F) qkv(B) dispatch(F)"
-
-
-def with_keys(layers):
-    experts = Loopback(8, 2)
+def with_keys(layers, dense=0, ranks=8):
+    """Rows of 16 numbers go to 2 ranks, and keys of 16 numbers to 1: behind qkv. To 1 rank: keys behind attention."""
+    experts = Loopback(8, ranks)
     return stage(
-        layers, 0, experts, embedding=False, head=False, num_shared_experts=0, context=LoopbackContext(2, experts)
+        layers, dense, experts, embedding=False, head=False, num_shared_experts=0, context=LoopbackContext(2, experts)
     )
 
 
-def test_keys_run_behind_the_attention_of_the_other_chunk():
+with_long_keys = partial(with_keys, ranks=2)
+
+
+def test_with_keys_the_order_is_deepseeks_and_keys_run_behind_qkv():
+    layer = LAYER.replace("attn(B) attn(W) combine(F)", "attn(B) combine(F) keys(B) attn(W)")
+    after = "qkv(F) qkv(B) keys(F) combine(B) qkv(W)"
+    log = order(with_keys(3), with_keys(3), queued=True)
+    assert log == f"add(B) combine(B) qkv(F) keys(F) {layer} {after} {layer} {after} {layer} add(F) qkv(B) qkv(W)"
+
+
+def test_long_keys_run_behind_the_attention_of_the_other_chunk():
     """Layer by layer, by the same rule; the forward begins one transfer later than without keys."""
-    layer, after = KEYS_LAYER, "combine(B) qkv(W) mlp(F) mlp(B) combine(F) dispatch(B)"
-    assert order(with_keys(3), with_keys(3), queued=True) == (
+    layer = "mlp(W) qkv(F) attn(B) keys(F) keys(B) attn(W) attn(F) qkv(B) dispatch(F)"
+    after = "combine(B) qkv(W) mlp(F) mlp(B) combine(F) dispatch(B)"
+    assert order(with_long_keys(3), with_long_keys(3), queued=True) == (
         f"add(B) combine(B) mlp(B) dispatch(B) {layer} {after} {layer} {after} {layer} qkv(W) mlp(F) combine(F) add(F)"
     )
 
 
+@pytest.mark.parametrize(("cp", "keys", "hidden", "top_k", "ep", "opens"), [
+    (1, 1024, 2048, 8, 8, 1), (4, 1024, 2048, 8, 8, 2), (8, 576, 7168, 8, 64, 2),  # Qwen3-30B-A3B, DeepSeek-V3
+    (4, 4096, 2048, 8, 8, 0), (4, 1024, 2048, 8, 1, 0), (3, 4, 8, 4, 3, 2), (3, 5, 8, 4, 3, 0),  # OLMoE-1B-7B; no ep
+])  # fmt: skip
+def test_keys_of_more_than_half_a_dispatch_run_behind_attention(cp, keys, hidden, top_k, ep, opens):
+    assert transfers_at_first(cp, keys, hidden, top_k, ep) == opens
+
+
 @pytest.mark.parametrize("queued", [True, False])
 @pytest.mark.parametrize("layers", [(2, 2), (1, 3), (3, 1)])
-def test_a_pair_with_keys_has_the_bits_of_both_chunks_alone(layers, queued):
-    first, second = map(with_keys, layers)
+@pytest.mark.parametrize("chunk", [with_keys, with_long_keys], ids=["keys", "long keys"])
+def test_a_pair_with_keys_has_the_bits_of_both_chunks_alone(chunk, layers, queued):
+    first, second = map(chunk, layers)
     x0, x1 = torch.randn(2, 1, 4, 16, generator=torch.Generator().manual_seed(1))
     pairs = [run_pair(first, second, x0, x1, overlapped, queued) for overlapped in (True, False)]
     assert_same(*pairs)
@@ -129,11 +148,10 @@ def test_the_backward_runs_segments_in_the_reverse_order_of_the_forward():
 # ---- Time ----
 
 
-FIELDS = ("attn_f", "mlp_f", "attn_b", "mlp_b", "attn_w", "mlp_w", "dispatch_f", "combine_f", "combine_b", "dispatch_b")
-
-
-def some_layers(rng, number):
-    return [LayerSeconds(**{name: rng.uniform(0.1, 2) for name in FIELDS}) for _ in range(number)]
+PARTS = "qkv", "attn", "mlp"
+EXPERTS = "dispatch_f", "combine_f", "combine_b", "dispatch_b"
+FIELDS = ("attn_f", "mlp_f", "attn_b", "mlp_b", "attn_w", "mlp_w", *EXPERTS)
+KEYS_FIELDS = (*FIELDS, "qkv_f", "qkv_b", "qkv_w", "keys_f", "keys_b")
 
 
 def list_schedule(log, forward, backward):
@@ -142,24 +160,33 @@ def list_schedule(log, forward, backward):
     streams, ready = {"compute": 0.0, "transfer": 0.0}, {"F": 0.0, "B": 0.0}
     for label in log:
         name, lane = label[:-3], label[-2]
-        layer = layers[lane][counts[label]]
-        counts[label] += 1
-        key = f"{name}_{lane.lower()}" if name in ("attn", "mlp") else f"{name}_{'f' if lane == 'F' else 'b'}"
-        stream = "compute" if name in ("attn", "mlp") else "transfer"
+        times = [time for layer in layers[lane] if (time := getattr(layer, f"{name}_{lane.lower()}"))]
+        stream = "compute" if name in PARTS else "transfer"
         after = 0.0 if lane == "W" else ready[lane]  # weight gradients need what the host has queued before them
-        streams[stream] = max(streams[stream], after) + getattr(layer, key)
+        streams[stream] = max(streams[stream], after) + times[counts[label]]
+        counts[label] += 1
         if lane != "W":
             ready[lane] = streams[stream]
     return max(*streams.values(), *ready.values())
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 3), (2, 4), (4, 1)])
-def test_the_order_is_that_of_the_engine(sizes):
-    log = [label for label in order(*map(bare, sizes), queued=True).split() if not label.startswith("add")]
-    rng = random.Random(str(sizes))
+@pytest.mark.parametrize(("chunk", "opens", "dense"), [
+    (bare, 1, 0), (with_keys, 2, 0), (partial(with_keys, dense=1), 2, 1), (with_long_keys, 0, 0),
+    (partial(with_long_keys, dense=1), 0, 1),
+], ids=["experts", "keys", "keys, first layer dense", "long keys", "long keys, first layer dense"])  # fmt: skip
+def test_the_order_is_that_of_the_engine(chunk, opens, dense, sizes):
+    log = [label for label in order(*map(chunk, sizes), queued=True).split() if not label.startswith("add")]
+    rng, fields = random.Random(str(sizes)), FIELDS if opens == 1 else KEYS_FIELDS
     for _ in range(20):
-        forward, backward = (some_layers(rng, size) for size in sizes)
-        assert pair_seconds(forward, backward) == pytest.approx(list_schedule(log, forward, backward))
+        forward, backward = (
+            [
+                LayerSeconds(**{name: rng.uniform(0.1, 2) * (layer >= dense or name not in EXPERTS) for name in fields})
+                for layer in range(size)
+            ]
+            for size in sizes
+        )
+        assert pair_seconds(forward, backward, opens=opens) == pytest.approx(list_schedule(log, forward, backward))
 
 
 def test_computation_beside_transfers_is_slower():

@@ -198,6 +198,24 @@ def test_wsd_runs_of_any_length_are_equal_before_the_decay():
         assert learning_rate(WSD, total - 9, total) < 0.1 == learning_rate(WSD, total - 9, 5000)
 
 
+# ---- ZeRO-1 over dp x cp ----
+
+
+def sizes_of_states(rank, configs):
+    """Numbers in the optimizer state of this rank."""
+    return [sum(t.numel() for t in make_trainer(rank, config).optimizer.tensors().values()) for config in configs]
+
+
+def test_context_parallel_ranks_divide_the_optimizer_state(tmp_path):
+    """As data-parallel ranks do. Every parameter is on one of them, experts too."""
+    changes = {"pp": 1, "seq_len": 16, "steps": 1}
+    layouts = {"cp": 2}, {"cp": 2, "zero": False}, {"cp": 1}
+    configs = [settings(tmp_path / str(i), **changes, **one) for i, one in enumerate(layouts)]
+    (cp, whole, dp), (other_cp, _, other_dp) = run_ranks(2, sizes_of_states, configs)
+    assert cp + other_cp == whole and {cp, other_cp} == {dp, other_dp}
+    assert max(cp, other_cp) < 0.55 * whole
+
+
 # ---- `--freeze PATTERN` gives the same run as layers that freeze their own parameters, in every layout ----
 
 

@@ -69,7 +69,9 @@ def test_a_feature_resumes_bit_for_bit_and_is_the_same_in_every_layout(tmp_path,
     first = settings(tmp_path / "first", data=data, **RUN, **FEATURES[name])
     half = str(tmp_path / "first" / "checkpoints" / "step-000002")
     savings = ONLY_BIT_IDENTICAL.get(name, SAVINGS)
-    changes = [{"resume": half}, *savings, {"pp": 1, "ep": 2}, {"cp": 2, "pp": 1, "schedule": "1f1b", "resume": half}]
+    shared = {"cp": 2, "pp": 1, "schedule": "1f1b"}  # sequences
+    changes = [{"resume": half}, *savings, {"pp": 1, "ep": 2}, {**shared, "resume": half}, shared]
+    changes.append({"resume": str(tmp_path / str(len(changes) - 1) / "checkpoints" / "step-000002")})
     configs = [first, *(change(first, out=str(tmp_path / str(i)), **one) for i, one in enumerate(changes))]
     whole, rest, *runs = run_ranks(2, train_each, configs)[0]
     assert [*losses(whole)] == [1, 2, 3]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...expert_parallel.labels import COMBINE, DISPATCH
 from ...overlap.labels import PREPARE
-from ...overlap.probe import Observed
+from .probe import Observed
 
 Kind = Literal["weights", "buffers", "losses", "logits", "gradients", "segments"]
 _RESULTS: tuple[Kind, ...] = ("losses", "logits", "gradients", "weights", "buffers")
@@ -140,7 +140,7 @@ def _times(found: Tensor, expected: Tensor) -> str:
 
 
 class StageObserver:
-    """Passes the outputs of a stage's segments and all gradients to a trace (overlap/probe.py).
+    """Passes the outputs of a stage's segments and all gradients to a trace (probe.py).
 
     With several expert-parallel ranks, rows between dispatch and combine belong to tokens of other ranks. They are left
     out: a fault in them shows in the output of combine.

@@ -397,6 +397,8 @@ def parts_of_sequences_equal_the_whole(layer: Attention) -> str:
     attention, case, places = layer.module.layer, layer.draw(1), [_Place(2, rank) for rank in range(2)]
     if not (hasattr(attention, "project") and hasattr(attention, "attend")):
         raise Unchecked("no methods project and attend: --cp is an error with this layer")
+    if hasattr(attention, "gather"):
+        raise Unchecked("a transfer of its own, gather, needs several processes")
     y, projected, results = layer.outputs(case, False)[0], [], []
     with torch.no_grad():
         for place in places:

@@ -2,7 +2,7 @@
 
 A normal step checks only its loss and gradient norm, which costs nothing. They show that something is wrong, but not
 where. So a run that is about to end checks its weights, and then runs the batch again with a probe in every segment
-(overlap/probe.py). Ranks, micro-batches and stages run at the same time; "first" means first in the order of the model.
+(probe.py). Ranks, micro-batches and stages run at the same time; "first" means first in the order of the model.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,9 +12,9 @@ from functools import partial
 from torch import Tensor, nn
 
 from ...expert_parallel.gather import gather_objects
-from ...overlap.probe import Observed, probe
 from ...runtime.stage_sums import sum_gradients
 from ...training.step import Trainer
+from .probe import Observed, probe
 
 _WEIGHTS, _FORWARD, _LOSS, _BACKWARD, _WEIGHT_GRADIENTS, _SUMS = range(6)
 

@@ -23,13 +23,13 @@ from ...expert_parallel.parameters import global_tensors
 from ...models import ModelConfig, StageOptions, split
 from ...models.config import Recompute
 from ...models.layers import seed_of
-from ...overlap.probe import probe
 from ...pipeline import Numerics, Parallel, Pipeline
 from ...runtime.buffers import Buffers
 from ...runtime.replicas import ReplicaSet
 from ...schedule import NAMES, Forward, Schedule, build, members
 from ...training.config import ParallelConfig
 from .first_difference import Kind, StageObserver, StepTrace, Tolerance, verdict
+from .probe import probe
 from .subject import prepare, without_dropout
 
 # A relative difference r is a cosine distance 1 - 2xy/(xx+yy) of about r^2 / 2.

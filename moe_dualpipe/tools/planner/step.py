@@ -26,9 +26,9 @@ HIDDEN_GRADIENTS = 0.8
 class StepSeconds:
     """Seconds of a step, and of its parts on the average rank. The parts add up to `seconds`.
 
-    compute: segments, with the transfers of tensor parallelism in them. exposed: transfers of experts that nothing
-    hides. idle: waiting for other stages. sums: exposed sums of gradients, and gathers of weights. transfers: all
-    transfers of experts and all sums, hidden or not.
+    compute: segments, with the transfers of tensor parallelism in them. exposed: transfers of experts, and of keys
+    between segments, that nothing hides. idle: waiting for other stages. sums: exposed sums of gradients, and gathers
+    of weights. transfers: all of these transfers and sums, hidden or not.
     """
 
     compute: float
@@ -100,12 +100,12 @@ def _layers(load: Workload, on: Collection[str]) -> list[LayerSeconds]:
 
 def _stage(load: Workload, own: Sequence[LayerSeconds]) -> _Stage:
     slower = min(1.0, TRANSFER_SHARE[load.ep_backend] / load.device.sms)
-    forward = sum(one.compute_f + one.transfer_f for one in own)
-    backward = sum(one.compute_b + one.transfer_b for one in own)
-    gain = max(0.0, forward + backward - pair_seconds(own, own, slower)) if load.overlaps else 0.0
+    forward = sum(one.seconds_f for one in own)
+    backward = sum(one.seconds_b for one in own)
+    gain = max(0.0, forward + backward - pair_seconds(own, own, slower, load.opens)) if load.overlaps else 0.0
     host = sum(one.host for one in own)
     pair = max(forward + backward - OVERLAP * gain, 3 * host)
-    transfers = sum(one.transfer_f + one.transfer_b for one in own)
+    transfers = sum(one.transfers for one in own)
     forward, backward = max(forward, host), max(backward, 2 * host)
     return _Stage(forward, backward, sum(one.weights for one in own), pair, transfers)
 

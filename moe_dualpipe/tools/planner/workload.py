@@ -13,6 +13,7 @@ from ...expert_parallel.placement import ExpertPlacement as Experts
 from ...kernels.options import Fp8
 from ...messages import plural
 from ...models.config import Recompute
+from ...models.context_parallel import transfers_at_first
 from ...models.partition import StageSpec, divide
 from ...models.shape import ModelShape
 from ...runtime.layout import Layout
@@ -110,6 +111,16 @@ class Workload:
     def overlaps(self) -> bool:
         """Whether transfers of experts run beside computation."""
         return self.schedule in PAIRED if self.overlap is None else self.overlap
+
+    @property
+    def opens(self) -> int:
+        """How many transfers of a forward begin behind the first combine of a pair (`Comm.opens`).
+
+        1: no keys are gathered between segments of pairs, as this project does. With context parallelism, they travel
+        around the ranks instead, beside the attention of their own micro-batch.
+        """
+        layer, cp = self.shape.layers[-1], self.layout.cp if self.overlaps and self.schedule in PAIRED else 1
+        return transfers_at_first(cp, layer.attention.gathered, self.shape.hidden, layer.top_k, self.layout.ep)
 
     @property
     def peak(self) -> float:

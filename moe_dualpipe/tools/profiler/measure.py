@@ -42,7 +42,8 @@ from .report import account_rows, percent, phase_rows
 from .trace import Trace
 
 COMM_SHARE = 0.5
-"""With a CPU's default link, communication takes this share of the computation time: nearly all of it can be hidden."""
+"""With a CPU's default link, communication takes this share of the computation time. Nearly all of it can be hidden,
+unless attention is most of the computation: one attention hides one transfer, however long it is."""
 GPU_LINK = Link(gb_per_s=50.0, latency_us=10.0)
 """The default link of a GPU: a port of 400 Gb/s."""
 DEEPSEEK = {

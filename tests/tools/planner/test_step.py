@@ -2,19 +2,25 @@
 
 import dataclasses
 import itertools
+import math
 import random
 
 import pytest
 
+from moe_dualpipe.models import preset
+from moe_dualpipe.models.attention import attention_costs
+from moe_dualpipe.models.costs import shape_of
 from moe_dualpipe.overlap.pair_time import pair_seconds
 from moe_dualpipe.schedule import Costs, build, simulate
 from moe_dualpipe.tools.planner import Workload, layout_of, load_device, read_shape
+from moe_dualpipe.tools.planner.device import gather
 from moe_dualpipe.tools.planner.routing import MeasuredLoads, all_to_all, rows_sent
 from moe_dualpipe.tools.planner.segment_times import ALL, EFFECTS, Clock, head_seconds, layer_seconds
 from moe_dualpipe.tools.planner.stages import memory_of
 from moe_dualpipe.tools.planner.step import (
     OVERLAP,
     TRANSFER_SHARE,
+    layer_costs,
     simulate_step,
     step_of,
 )  # fmt: skip
@@ -146,17 +152,17 @@ def test_a_micro_batch_on_one_rank_is_its_layers_and_its_head():
     load = changed(DENSE, {"gpus": 1}, global_batch=3)
     one = [layer_seconds(load, layer) for layer in load.shape.layers]
     head = head_seconds(load)
-    expected = 3 * (sum(layer.seconds for layer in one) + head.seconds)
+    expected = 3 * sum(layer.seconds_f + layer.seconds_b for layer in (*one, head))
     assert step_of(load).compute == pytest.approx(expected)
     more = step_of(changed(load, shape=dataclasses.replace(load.shape, mtp=2))).compute
-    assert more == pytest.approx(expected + 2 * 3 * (one[-1].seconds + head.seconds))
+    assert more == pytest.approx(expected + 6 * sum(layer.seconds_f + layer.seconds_b for layer in (one[-1], head)))
 
 
 def test_overlap_on_one_rank_hides_its_share_of_what_the_order_allows():
     """The forward of the first micro-batch and the backward of the last have nothing beside them: 15 pairs of 16."""
     load = changed(LOAD, layout={"gpus": 4, "pp": 1}, global_batch=64, overlap=True)
     layers = [layer_seconds(load, layer) for layer in load.shape.layers] + [head_seconds(load)]
-    alone = sum(layer.seconds for layer in layers)
+    alone = sum(layer.seconds_f + layer.seconds_b for layer in layers)
     gain = OVERLAP * (alone - pair_seconds(layers, layers, TRANSFER_SHARE["all_to_all"] / H100.sms))
     plain, step = step_of(changed(load, overlap=False)), step_of(load)
     assert plain.seconds - plain.sums - step.seconds + step.sums == pytest.approx(15 * gain) and gain > 0
@@ -206,6 +212,51 @@ def test_bytes_of_transfers_of_experts(gpu, options, sizes):
         transfers = one.dispatch_f, one.combine_f, one.combine_b, one.dispatch_b
         assert transfers == pytest.approx((dispatch, combine, back, combine))
     assert one.mlp_f > layer_seconds(load, layer).mlp_f
+
+
+@pytest.mark.parametrize("model,width,up", [
+    ("qwen3-30b-a3b", 2 * 4 * 128, 0), ("deepseek-v3", 512 + 64, 512 * 128 * (128 + 128)),
+])  # fmt: skip
+def test_keys_are_a_transfer_of_a_pair(model, width, up):
+    """4 heads of keys and values, or the latent and the rotated key. From latents, each rank computes the keys and
+    values of all positions, those of 3 other ranks too."""
+    ours = Workload(read_shape(model), H100, layout_of(16, ep=8, cp=4), global_batch=64, schedule="dualpipev", host=0.0)
+    layer = ours.shape.layers[-1]
+    once, twice = (layer_seconds(changed(ours, recompute=recompute), layer) for recompute in ("none", "full"))
+    assert once.keys_f == once.keys_b == twice.keys_b == pytest.approx(gather(H100, 2 * 4096 * width, 4, 1))
+    assert 0 < once.qkv_f == once.qkv_w == once.qkv_b == pytest.approx(twice.qkv_b / 2)
+    assert twice.attn_b == pytest.approx(once.attn_b + once.attn_f)
+    pairs, ring = (layer_seconds(load, layer, frozenset()) for load in (ours, changed(ours, overlap=False)))
+    more = 3 * 1024 * 2 * up / H100.peak["bf16"]
+    assert pairs.seconds_f - ring.seconds_f == pytest.approx(more)
+    assert pairs.seconds_b - ring.seconds_b == pytest.approx(2 * more)
+
+
+@pytest.mark.parametrize("name", ["olmoe-1b-7b", "qwen3-30b-a3b", "deepseek-v3"])
+def test_the_order_of_a_pair_is_that_of_the_model(name):
+    """`gathered` is what the layers gather."""
+    config = preset(name)
+    numbers = math.prod(attention_costs(config).kv_cache_shape(config))
+    assert shape_of(config).layers[-1].attention.gathered == numbers
+    load = Workload(shape_of(config), H100, layout_of(16, ep=8, cp=4), schedule="dualpipev")
+    assert load.opens == (0 if name == "olmoe-1b-7b" else 2) and changed(load, overlap=False).opens == 1
+
+
+def test_only_pairs_of_this_project_hide_keys_behind_the_other_micro_batch():
+    load = changed(LOAD, {"cp": 4}, schedule="dualpipev")
+    layer = load.shape.layers[0]
+    rings = [changed(load, overlap=False), changed(load, schedule="interleaved_1f1b", overlap=True)]
+    for ring in rings:  # 0.4 of the gather beside each forward, and twice as much in a backward
+        keys, no_keys = (layer_seconds(ring, layer, on) for on in (ALL, ALL - {"tensor transfers"}))
+        assert [keys.attn_f - no_keys.attn_f, keys.attn_b - no_keys.attn_b] == pytest.approx(
+            [0.4 * layer_seconds(load, layer).keys_f, 0.8 * layer_seconds(load, layer).keys_f]
+        )
+    one = layer_seconds(load, layer)
+    alone, pair = one.seconds_f + one.seconds_b, pair_seconds([one], [one], 20 / H100.sms, load.opens)
+    assert layer_costs(load)[0] == pytest.approx(alone - OVERLAP * (alone - pair)) and load.opens == 2
+    slow = dataclasses.replace(H100, domain=dataclasses.replace(H100.domain, bandwidth=2e9))
+    exposed, hidden = (step_of(changed(load, device=slow, overlap=overlap)).hidden for overlap in (False, True))
+    assert exposed < hidden < 1
 
 
 def test_experts_in_fp8_multiply_faster_but_for_weight_gradients():

@@ -15,6 +15,7 @@ from moe_dualpipe.expert_parallel import Link, Loopback
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.overlap.pair_time import Await, Begin, Computation, least_time
 from moe_dualpipe.tools.profiler import NAMES, analyze, measure, read_trace
+from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.host import host_as_device
 from moe_dualpipe.tools.profiler.measure import possible_share, recorded_events
 from moe_dualpipe.tools.profiler.pair import Pair, PairWorkload
@@ -264,6 +265,26 @@ def test_a_run_never_hides_more_than_possible(tmp_path_factory, events, data):
     assert possible is not None and reached is not None and reached <= possible + 1e-6
     if not slow:  # only the calls that start a transfer take time, half a us each
         assert possible == pytest.approx(possible_share(events), abs=0.6 * len(events) / 8)
+
+
+def test_the_report_says_which_computation_is_too_short_and_by_how_much(tmp_path):
+    """Two dispatches of 40 and 60 us. 20 us of mlp(B), 6 us of mlp(W) and 2 us of attn(W) run beside each, so 12 and
+    32 us are exposed: 22 us each. attn(W) is less than a tenth of what runs beside them."""
+    events, runs = [], {}
+    for start, time in ((10, 40), (200, 60)):
+        events += [annotation("dispatch(F)", start, 1), annotation("link::carry", start, 1)]
+        events.append(annotation("link:carry", start, time, thread=2))
+        for name, at, length in (("mlp(B)", 2, 20), ("mlp(W)", 22, 6), ("attn(W)", 28, 2), ("mlp(F)", time, 50)):
+            events += [annotation(name, start + at, length), operator("aten::mm", start + at, length)]
+        wait = start + 30, time - 30
+        events += [annotation("wait for dispatch(F)", *wait), annotation("link::wait", *wait)]
+    for run in measure.RUNS:
+        runs[run] = analyze_files([write(tmp_path / f"{run}.json", events)])
+    text = measure.Measurement(WORKLOAD, 4, "a link", runs).as_text()
+    assert text.endswith(
+        "exposed most: dispatch(F), 22 us of 50 us each. To hide it, what runs beside it (mlp(B), mlp(W)) would have "
+        "to take 22 us longer"
+    )
 
 
 def test_transfers_at_the_same_time_share_the_link(tmp_path):

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from moe_dualpipe.overlap.probe import probe
+from moe_dualpipe.tools.checks.probe import probe
 from tests.support.pairs import assert_same, run_pair, stage, tokens
 
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .labels import PREPARE
-from .segment import Comm, Compute, PrepareComm, Segments, Transfer
-from .segmented import Segmented
-from .tape import needs_grad
+from ...overlap.labels import PREPARE
+from ...overlap.segment import Comm, Compute, PrepareComm, Segments, Transfer
+from ...overlap.segmented import Segmented
+from ...overlap.tape import needs_grad
 
 
 class Observed(NamedTuple):
