@@ -114,6 +114,8 @@ class LayerShape:
     groups: int = 1
     """Groups of consecutive experts: those of a token are in its best `top_groups` groups."""
     top_groups: int = 1
+    expert_bias: bool = False
+    """Whether the products of routed experts have biases."""
 
     def mlp_products(self, hidden: int) -> tuple[Product, ...]:
         """Products of every token: of the dense MLP, the router and the shared experts."""

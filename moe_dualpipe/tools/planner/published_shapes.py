@@ -55,6 +55,8 @@ _TIED = {
 """Architectures whose embeddings are tied unless the configuration says otherwise."""
 _WINDOW_PATTERN = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4}
 """One layer in this many attends to all positions, unless the configuration says otherwise."""
+_EXPERT_BIAS = {"gpt_oss"}
+"""Architectures whose experts have biases."""
 _UNKNOWN_LAYERS = {
     "hybrid_override_pattern": "Mamba layers", "mamba_d_state": "Mamba layers", "ssm_cfg": "Mamba layers",
     "rwkv_version": "RWKV layers", "is_encoder_decoder": "an encoder", "linear_num_value_heads": "linear attention",
@@ -193,10 +195,11 @@ def _expert_layers(keys: Mapping[str, Any], num_layers: int) -> set[int]:
     return {index for index in range(first, num_layers) if (index + 1) % every == 0 and index not in dense}
 
 
-def _expert_sizes(keys: Mapping[str, Any]) -> dict[str, int]:
+def _expert_sizes(keys: Mapping[str, Any]) -> dict[str, Any]:
     size, experts, top_k = (_size(keys, name) for name in ("expert_size", "experts", "top_k"))
     every = str(keys.get("model_type")).startswith("llama4")  # has one shared expert that no key mentions
     shared = _size(keys, "shared_size", 0) or _size(keys, "shared", 1 if every else 0) * size
     if not 1 <= top_k <= experts:
         raise ValueError(f"a token must use 1 to {experts} experts: got {top_k}")
-    return {"experts": experts, "top_k": top_k, "expert_size": size, "shared_size": shared}
+    biased = keys.get("model_type") in _EXPERT_BIAS
+    return {"experts": experts, "top_k": top_k, "expert_size": size, "shared_size": shared, "expert_bias": biased}

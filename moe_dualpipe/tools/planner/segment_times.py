@@ -49,6 +49,12 @@ ROUTER = 10
 EXPERT_LAUNCH = 0.2
 """CPU time of one expert's product relative to that of an operator: Transformer Engine launches the products of all
 experts in a loop in C++ (nvte_multi_tensor_gemm), and Python only calls that loop."""
+BIAS_BYTES, BIAS_LAUNCHES = 68 / 3, 8 / 3
+"""If experts have biases: bytes moved for each number of their outputs, and launches for each expert. A third of those
+of a step, because a backward counts twice. Megatron-LM adds bias x weight in fp32, expert by expert, outside of fused
+kernels (`_apply_bias` in megatron/core/transformer/moe/experts.py). The forward moves 28 bytes: 4 for the product, 10
+for the sum, 8 to join the experts, 6 to round. The backward moves 40: 12 for casts, 4 to join, and 24 for the gradients
+of the bias and of the weight."""
 NEVER_CAST = ("router", "shared_gate")
 """Products in 16 bits, even in a run with 8."""
 NARROW_HEADS = 0.5
@@ -164,7 +170,8 @@ def _host(load: Workload, layer: LayerShape) -> float:
         return 0.0
     graphed = attention + ROUTER * (layer.experts > 0) if load.cuda_graphs == "partial" else 0
     each = read_constants()["host"].get(load.device.cpu, 0.0) if load.host is None else load.host
-    one_by_one = EXPERT_LAUNCH * (1 + load.eight_bits) * (layer.experts // load.layout.ep)
+    one_by_one = EXPERT_LAUNCH * (1 + load.eight_bits + BIAS_LAUNCHES * layer.expert_bias)
+    one_by_one *= layer.experts // load.layout.ep
     return each * (attention + mlp + one_by_one - graphed)
 
 
@@ -218,6 +225,7 @@ def _mlp(load: Workload, layer: LayerShape, clock: Clock, factor: float) -> Time
         weight_gradients += padding * sum(clock.grouped(size, local, fused, load.precision) for size in sizes)
         inner = layer.expert_size // divided
         moved += rows * (ELEMENT * 4 * hidden + _activation_bytes(load, inner, hidden, layer.gated))
+        moved += layer.expert_bias * rows * (BIAS_BYTES * hidden + ELEMENT * inner * (1 + layer.gated) / 3)
         moved += (load.fp8 != "off") * FP8_BYTES * (divided * tokens * hidden + rows * inner)
     memory, gaps = clock.memory(moved), clock.launches(_launches(load, layer)[1])
     return (products + memory + gaps, products + 2 * memory + 2 * gaps), weight_gradients

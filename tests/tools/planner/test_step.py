@@ -283,6 +283,23 @@ def test_experts_in_fp8_round_rows_in_each_micro_batch_and_weights_in_each_step(
     assert step_of(fp8).optimizer - step_of(plain).optimizer == pytest.approx(2 * 3 * weights / H100.passes)
 
 
+def test_biases_of_experts_are_added_expert_by_expert_in_fp32():
+    """Of an output, a forward moves 28 bytes and a backward 40; of a first product's gradient, a backward moves 2.
+
+    On average over three thirds of a step, of which the backward is two. 4,096 tokens x 8 experts, with outputs of 2 x
+    768 and 2,048. A CPU launches 2 kernels for each of 32 local experts, and 6 in the backward.
+    """
+    layer, on = LOAD.shape.layers[0], frozenset({"memory", "host"})
+    load = changed(LOAD, host=1.0)
+    plain, biased = (layer_seconds(load, dataclasses.replace(layer, expert_bias=bias), on) for bias in (False, True))
+    more = 4096 * 8 * (68 / 3 * 2048 + 4 / 3 * 768) / H100.passes
+    assert biased.mlp_f - plain.mlp_f == pytest.approx(more)
+    assert biased.mlp_b - plain.mlp_b == pytest.approx(2 * more)
+    assert biased.host - plain.host == pytest.approx(32 * 0.2 * (2 + 6) / 3)
+    (expected,) = {layer.expert_bias for layer in read_shape("gpt-oss-20b").layers}
+    assert expected and not any(layer.expert_bias for layer in LOAD.shape.layers)
+
+
 # ---- The pipeline ----
 
 
