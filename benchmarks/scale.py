@@ -37,6 +37,7 @@ class Options:
 def measure_rank(ranks: int) -> dict[str, float]:
     """Build a run as one rank of `ranks`, and do steps. Returns seconds, MiB, and numbers of groups."""
     from moe_dualpipe.models import ModelConfig
+    from moe_dualpipe.pipeline import Pipeline
     from moe_dualpipe.runtime.launch import Launch
     from moe_dualpipe.training.config import BatchConfig, ParallelConfig, TrainConfig
     from moe_dualpipe.training.options import Request
@@ -52,7 +53,8 @@ def measure_rank(ranks: int) -> dict[str, float]:
         parallel=ParallelConfig(pp=4, ep=8, ep_backend="all_to_all"),
     )  # fmt: skip
     launch = Launch(0, 0, ranks, 1)
-    with recording_world(0, ranks), mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+    same = mock.patch.object(Pipeline, "_check_same_batch")  # ranks of other pipelines would send other batches
+    with recording_world(0, ranks), same, mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         start = time.perf_counter()
         trainer = Trainer(prepare(Request(config), launch, from_command=False))
