@@ -70,10 +70,9 @@ def find_checkpoint(path: str, warn: Callable[[str], None] | None = None, newest
     if faults:
         raise ValueError(f"all checkpoints in {path} are broken: {'; '.join(faults)}")
     missing = stores.url_of(given) is None and not given.exists()
-    why = "it does not exist" if missing else "give the folder of a run or of a checkpoint"
-    if stores.exists(given / ADAPTER_FILE):
-        why = f"it is an adapter: use train.py --weights MODEL --set lora.adapter={shell_word(path)}, or its run"
-    raise ValueError(f"no checkpoint in {path}: {why}")
+    adapter = f"it is an adapter: use train.py --weights MODEL --set lora.adapter={shell_word(path)}, or its run"
+    why = adapter if stores.exists(given / ADAPTER_FILE) else "give the folder of a run or of a checkpoint"
+    raise ValueError(f"no checkpoint in {path}: {'it does not exist' if missing else why}")
 
 
 def _find_fault(checkpoint: Path) -> str:

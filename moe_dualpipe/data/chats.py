@@ -143,9 +143,8 @@ class ChatTemplate:
             sources = {"default": sources}
         if sources.get("default") is None:
             return None
-        named = {key: value for key, value in config.items() if key.endswith("_token")}
-        named = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
-        tokens = {key: value for key, value in named.items() if isinstance(value, str)}
+        named = {key: each.get("content") if isinstance(each, dict) else each for key, each in config.items()}
+        tokens = {key: text for key, text in named.items() if key.endswith("_token") and isinstance(text, str)}
         for source in sources.values():
             if not isinstance(source, str):
                 raise ValueError(f"cannot read the chat template: it must be text: got {quoted(source, 60)}")
@@ -198,12 +197,10 @@ class ChatTemplate:
     def ending(self) -> str:
         """The text that follows an answer, or else the start of the next turn; "" if there is none."""
         turns = ("user", "-"), ("assistant", _PROBE), ("user", _PROBE)
-        messages = [{"role": role, "content": content} for role, content in turns]
         for number in (2, 3):
-            with suppress(ValueError):  # it does not render this chat
-                text = self.text(Chat("", messages[:number])).partition(_PROBE)[2].partition(_PROBE)[0]
-                if ending := text.rstrip():
-                    return ending
+            chat = Chat("", [{"role": role, "content": content} for role, content in turns[:number]])
+            if ending := (self._text_or_none(chat) or "").partition(_PROBE)[2].partition(_PROBE)[0].rstrip():
+                return ending
         return ""
 
     def stops(self, tokenizer: Tokenizer) -> list[int]:
@@ -215,40 +212,29 @@ class ChatTemplate:
 
     def check_messages(self, chat: Chat, text: str) -> None:
         """Raise ValueError if the template leaves out tools, calls of them, or a message, as of an unknown role."""
-        in_order = _in_order(text, [one["content"] for one in chat.messages if isinstance(one.get("content"), str)])
-        for what, rest in _shorter(chat, not in_order):
-            if self._is_text(text, rest):
+        contents, at = [message.get("content") for message in chat.messages], 0
+        parts = [content.strip() for content in contents if isinstance(content, str)]
+        in_order = all((at := text.find(part, at) + len(part)) >= len(part) for part in parts)
+        for what, rest in _shorter(chat, with_messages=not in_order):
+            if self._text_or_none(rest) == text:
                 raise ValueError(f"{chat.place}: the chat template leaves out {what}: change the row or the template")
 
-    def _is_text(self, text: str, chat: Chat) -> bool:
+    def _text_or_none(self, chat: Chat) -> str | None:
         with suppress(ValueError):  # it does not render this chat
-            return self.text(chat) == text
-        return False
-
-
-def _in_order(text: str, parts: Sequence[str]) -> bool:
-    """Whether a text has these parts, one after another."""
-    at = 0
-    for part in map(str.strip, parts):
-        if (found := text.find(part, at)) < 0:
-            return False
-        at = found + len(part)
-    return True
+            return self.text(chat)
 
 
 def _shorter(chat: Chat, with_messages: bool) -> Iterator[tuple[str, Chat]]:
-    """The chat without its tools, without each message's calls of tools, and without each message. And what is gone."""
+    """The chat without its tools, without the calls of them in each message, and without each message."""
     if chat.tools:
         yield "the tools", replace(chat, tools=None)
-    for number, message in enumerate(chat.messages, 1):
-        before, after, role = chat.messages[: number - 1], chat.messages[number:], quoted(message["role"], 40)
+    for number, message in enumerate(chat.messages):
+        before, after, name = chat.messages[:number], chat.messages[number + 1 :], f"message {number + 1}"
         if message.get("tool_calls"):
-            yield (
-                f"the tool_calls of message {number}",
-                replace(chat, messages=[*before, {**message, "tool_calls": []}, *after]),
-            )
+            silent = {**message, "tool_calls": []}
+            yield f"the tool_calls of {name}", replace(chat, messages=[*before, silent, *after])
         if with_messages:
-            yield f"message {number}, of role {role}", replace(chat, messages=before + after)
+            yield f"{name}, of role {quoted(message['role'], 40)}", replace(chat, messages=before + after)
 
 
 def template_file(file: Path | None) -> dict[str, str]:

@@ -207,7 +207,9 @@ def _check_adapters(where: str | Path, model: ModelConfig, found: LoRA, asked: L
     """Raise ValueError if the options ask for other adapters than those at `where`."""
     has, given = (describe_adapters(model, lora) for lora in (found, asked))
     if has != given:
-        raise ValueError(f"{printable(where)} has {has}, not {given}: leave out --lora, lora.alpha and lora.targets")
+        raise ValueError(
+            f"{printable(where)} has {has}, but the options say {given}: leave out --lora, lora.alpha and lora.targets"
+        )
 
 
 def resolve(request: Request, facts: Facts) -> Run:

@@ -193,11 +193,12 @@ class PeftAdapter:
         self.where, self._num_experts = folder, model.num_experts
         config = read_named(folder / CONFIG_FILE, dict)
         where = printable(folder / CONFIG_FILE)
-        given = [key for key in _REFUSED if config.get(key)]
-        wrong = next(iter(given), "init_lora_weights" * (config.get("init_lora_weights") not in _INITS))
+        wrong = next(
+            filter(config.get, _REFUSED), "init_lora_weights" * (config.get("init_lora_weights") not in _INITS)
+        )
         if config.get("peft_type") != "LORA" or wrong or config.get("bias", "none") != "none":
-            what = f"{wrong} {quoted(config[wrong], 60)}" if wrong else "a bias, or another type than LORA"
-            raise ValueError(f"{where}: {what} is not supported, only plain LoRA")
+            given = f"{wrong} {quoted(config[wrong], 60)}" if wrong else "a bias, or another type than LORA"
+            raise ValueError(f"{where}: {given} is not supported, only plain LoRA")
         rank, alpha = config.get("r"), config.get("lora_alpha")
         if type(rank) is not int or type(alpha) not in (int, float):
             raise ValueError(f"{where}: r and lora_alpha must be numbers: got {quoted(rank, 60)}, {quoted(alpha, 60)}")
