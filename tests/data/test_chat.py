@@ -219,14 +219,13 @@ def test_a_wrong_row_is_named(chats, row, problem):
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
 
 
-@pytest.mark.parametrize("content", ["No!", "Hi", CHATS[0][1]["content"]])  # the last two stand elsewhere, too
 @pytest.mark.parametrize("row, what", [
-    ({"messages": [{"role": "critic"}, *CHATS[0]]}, "message 1, of role 'critic'"),
+    *(({"messages": [{"role": "critic", "content": text}, *CHATS[0]]}, "message 1, of role 'critic'")
+      for text in ("No!", "Hi", CHATS[0][1]["content"])),  # the last two stand elsewhere, too
     ({"messages": CHATS[0], "tools": TOOL}, "the tools"),
     ({"messages": [CHATS[0][0], CALL, CHATS[0][1]]}, "the tool_calls of message 2"),
 ])  # fmt: skip
-def test_what_the_template_leaves_out_is_named(row, what, content, tokenizer):
-    row = {**row, "messages": [{"content": content, **message} for message in row["messages"]]}
+def test_what_the_template_leaves_out_is_named(row, what, tokenizer):
     source = "{% for m in messages %}{% if m.role != 'critic' %}{{ m.content }}{% endif %}{% endfor %}"
     with pytest.raises(ValueError, match=f"^a:3: the chat template leaves out {what}: change the row or the template"):
         ChatOptions(template_of(source, tokenizer)).parts(parse_chat(row, "a:3"))
