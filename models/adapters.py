@@ -30,7 +30,16 @@ def chosen_targets(model: ModelConfig, lora: LoRA) -> tuple[str, ...]:
             raise unknown_name("lora.targets", target, LORA_TARGETS)
         if not has[target]:
             raise ValueError(f"lora.targets={target}: {missing[target]}")
-    return lora.targets or tuple(kind for kind in LORA_TARGETS if has[kind] and kind != "router")
+    return tuple(
+        kind for kind in LORA_TARGETS if (kind in lora.targets if lora.targets else has[kind] and kind != "router")
+    )
+
+
+def describe_adapters(model: ModelConfig, lora: LoRA) -> str:
+    """Such as "adapters of rank 2 and scale 2 in attention, experts". Raises ValueError as `chosen_targets`."""
+    if not lora.rank:
+        return "no adapters"
+    return f"adapters of rank {lora.rank} and scale {lora.scale:g} in {', '.join(chosen_targets(model, lora))}"
 
 
 def add_adapters(model: ModelConfig, blocks: Mapping[str, nn.Module], lora: LoRA, seed: int) -> None:

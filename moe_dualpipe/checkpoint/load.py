@@ -18,7 +18,7 @@ from torch import Tensor
 from ..data import stores
 from ..data.strict_json import read_if_there
 from ..expert_parallel.gather import gather_objects
-from ..messages import printable, quoted
+from ..messages import printable, quoted, shell_word
 from ..models import ModelConfig
 from ..models.config import BUILT_IN, options_field
 from ..models.lora import adapted_weight
@@ -27,6 +27,7 @@ from ..runtime.shared_errors import errors_on_all_ranks
 from .destinations import STEP_FOLDER, hold, hold_each, release, step_of
 from .huggingface.companions import companions_of, read_companions
 from .huggingface.config import different_options, published_balance
+from .huggingface.peft import TENSOR_FILE as ADAPTER_FILE
 from .huggingface.peft import PeftAdapter
 from .huggingface.published import CONFIG_FILE, PublishedModel
 from .manifest import RUN_FILE, verify_checkpoint
@@ -69,8 +70,9 @@ def find_checkpoint(path: str, warn: Callable[[str], None] | None = None, newest
     if faults:
         raise ValueError(f"all checkpoints in {path} are broken: {'; '.join(faults)}")
     missing = stores.url_of(given) is None and not given.exists()
-    why = "it does not exist" if missing else "give the folder of a run or of a checkpoint"
-    raise ValueError(f"no checkpoint in {path}: {why}")
+    adapter = f"it is an adapter: use train.py --weights MODEL --set lora.adapter={shell_word(path)}, or its run"
+    why = adapter if stores.exists(given / ADAPTER_FILE) else "give the folder of a run or of a checkpoint"
+    raise ValueError(f"no checkpoint in {path}: {'it does not exist' if missing else why}")
 
 
 def _find_fault(checkpoint: Path) -> str:

@@ -92,6 +92,7 @@ class Generate(SpreadOptions):
                 self.chat and (several or self.prompts or record or self.num > 1),
                 "--chat is for one process, without --prompts, --num and --record-routes",
             ),
+            Rule(self.chat_template and not self.chat, "--chat-template is for a conversation: use --chat"),
             Rule(self.chat and typed, "--chat reads its messages from the terminal: leave out --prompt"),
         ))  # fmt: skip
         if record:

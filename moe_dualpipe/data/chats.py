@@ -9,7 +9,8 @@ This is exact only if each prefix is rendered as the start of the whole chat, so
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
@@ -18,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..messages import printable, quoted
+from ..messages import plural, printable, quoted
 from . import strict_json
 from .tokenizer import TOKENIZER_CONFIG, Tokenizer
 
@@ -135,17 +136,18 @@ class ChatTemplate:
         for name in (SPECIAL_TOKENS, TOKENIZER_CONFIG):
             found = strict_json.parse(files.get(name, "{}"), allow_nan=True)
             config |= found if isinstance(found, dict) else {}
-        sources = files.get(TEMPLATE_FILE, config.get("chat_template"))
+        sources: Any = files.get(TEMPLATE_FILE, config.get("chat_template"))
         if isinstance(sources, list):
-            sources = {each["name"]: each["template"] for each in sources}
-        elif isinstance(sources, str):
+            sources = {str(each.get("name")): each.get("template") for each in sources if isinstance(each, dict)}
+        elif not isinstance(sources, dict):
             sources = {"default": sources}
-        if not sources or "default" not in sources:
+        if sources.get("default") is None:
             return None
-        named = {key: value for key, value in config.items() if key.endswith("_token")}
-        named = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
-        tokens = {key: value for key, value in named.items() if isinstance(value, str)}
+        named = {key: each.get("content") if isinstance(each, dict) else each for key, each in config.items()}
+        tokens = {key: text for key, text in named.items() if key.endswith("_token") and isinstance(text, str)}
         for source in sources.values():
+            if not isinstance(source, str):
+                raise ValueError(f"cannot read the chat template: it must be text: got {quoted(source, 60)}")
             _compiled(source)
         return cls(sources, tokens if TOKENIZER_CONFIG in files else {"eos_token": tokenizer.end_text} | tokens)
 
@@ -160,7 +162,10 @@ class ChatTemplate:
             return _compiled(source).render(messages=chat.messages[:number], **values)
         except Exception as error:  # of any type: a template is a program
             reason = printable(str(error) or type(error).__name__)
-            raise ValueError(f"{chat.place}: the chat template cannot render this chat: {reason}") from None
+            what = (
+                "this chat" if number is None else f"its first {plural(number, 'message')} alone, to find the answers"
+            )
+            raise ValueError(f"{chat.place}: the chat template cannot render {what}: {reason}") from None
 
     def parts(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
         """The text of a chat, and the ranges of characters that the assistant wrote.
@@ -190,12 +195,13 @@ class ChatTemplate:
         return self.render(chat, prompt=prompt).replace(_MARK, "")
 
     def ending(self) -> str:
-        """The text that follows an answer, without white space at its end; "" if there is none."""
-        probe = Chat("", [{"role": "user", "content": "-"}, {"role": "assistant", "content": _PROBE}])
-        try:
-            return self.text(probe).rpartition(_PROBE)[2].rstrip()
-        except ValueError:  # it does not render this chat
-            return ""
+        """The text that follows an answer, or else the start of the next turn; "" if there is none."""
+        turns = ("user", "-"), ("assistant", _PROBE), ("user", _PROBE)
+        for number in (2, 3):
+            chat = Chat("", [{"role": role, "content": content} for role, content in turns[:number]])
+            if ending := (self._text_or_none(chat) or "").partition(_PROBE)[2].partition(_PROBE)[0].rstrip():
+                return ending
+        return ""
 
     def stops(self, tokenizer: Tokenizer) -> list[int]:
         """The tokens that end an answer: those of the tokenizer, and the special token that follows one here."""
@@ -205,15 +211,30 @@ class ChatTemplate:
         return [tokenizer.end_id, *tokenizer.stop_ids, *map(int, special[:1][special[:1] != plain[:1]])]
 
     def check_messages(self, chat: Chat, text: str) -> None:
-        """Raise ValueError for a message that the template leaves out, such as one of an unknown role."""
-        for number, message in enumerate(chat.messages):
-            content = message.get("content")
-            if not isinstance(content, str) or content.strip() in text:
-                continue
-            rest = Chat(chat.place, chat.messages[:number] + chat.messages[number + 1 :], chat.tools)
-            if self.text(rest) == text:
-                role = quoted(message["role"], 40)
-                raise ValueError(f"{chat.place}: the chat template leaves out message {number + 1}, of role {role}")
+        """Raise ValueError if the template leaves out tools, calls of them, or a message, as of an unknown role."""
+        contents, at = [message.get("content") for message in chat.messages], 0
+        parts = [content.strip() for content in contents if isinstance(content, str)]
+        in_order = all((at := text.find(part, at) + len(part)) >= len(part) for part in parts)
+        for what, rest in _shorter(chat, with_messages=not in_order):
+            if self._text_or_none(rest) == text:
+                raise ValueError(f"{chat.place}: the chat template leaves out {what}: change the row or the template")
+
+    def _text_or_none(self, chat: Chat) -> str | None:
+        with suppress(ValueError):  # it does not render this chat
+            return self.text(chat)
+
+
+def _shorter(chat: Chat, with_messages: bool) -> Iterator[tuple[str, Chat]]:
+    """The chat without its tools, without the calls of them in each message, and without each message."""
+    if chat.tools:
+        yield "the tools", replace(chat, tools=None)
+    for number, message in enumerate(chat.messages):
+        before, after, name = chat.messages[:number], chat.messages[number + 1 :], f"message {number + 1}"
+        if message.get("tool_calls"):
+            silent = {**message, "tool_calls": []}
+            yield f"the tool_calls of {name}", replace(chat, messages=[*before, silent, *after])
+        if with_messages:
+            yield f"{name}, of role {quoted(message['role'], 40)}", replace(chat, messages=before + after)
 
 
 def template_file(file: Path | None) -> dict[str, str]:

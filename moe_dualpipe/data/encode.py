@@ -46,14 +46,17 @@ def encode_documents(
     Memory holds the tokens of one document, and the texts of a batch. Raises ValueError for a chat that cannot be
     encoded, and for chats among texts.
     """
-    kinds = groupby(documents, lambda document: isinstance(document, Chat))
+    kinds, place = groupby(documents, lambda document: isinstance(document, Chat)), ""
     for number, (are_chats, group) in enumerate(kinds):
         if number:
-            raise ValueError("a source has rows with chats and rows with text: divide it into two sources")
+            place = next(group).place if are_chats else place  # type: ignore[union-attr]
+            raise ValueError(f"{place}: this row is a chat, but others of its source are text: use two sources")
         encoded: Iterable[EncodedDocument] = (
             _encode_chats(group, tokenizer, chats) if are_chats else _encode_texts(group, tokenizer, special_tokens)  # type: ignore[arg-type]
         )
-        yield from encoded
+        for document in encoded:
+            place = document.place
+            yield document
 
 
 def _encode_chats(chats: Iterable[Chat], tokenizer: Tokenizer, options: ChatOptions) -> Iterator[EncodedDocument]:

@@ -68,6 +68,10 @@ class Samples:
     ):  # fmt: skip
         self.streams, self.seq_len, self.packing = (tokens_N, flags_N), seq_len, options.packing
         flags = flags_N[:]
+        if options.train_on == "all" and not (flags & LABEL).all():
+            raise ValueError(
+                f"{place(0)}: prepared for train_on=assistant: prepare the chats again with --train-on all"
+            )
         self.firsts_D = np.flatnonzero(flags & START)
         self.sizes_D = np.diff(self.firsts_D, append=len(flags)) - 1
         long_D = np.flatnonzero(self.sizes_D > seq_len)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..data import Tokenizer
 from ..data.chats import Chat, ChatTemplate
+from ..messages import typed_text
 from ..models import TransformerStage
 from .generation import generate, printable_text
 from .sampling import Sampling
@@ -27,7 +28,7 @@ def converse(
     stops, ending = template.stops(tokenizer), template.ending()
     while True:
         try:
-            text = read("> ").strip()
+            text = typed_text(read("> ")).strip()
         except EOFError:
             print()
             return

@@ -158,7 +158,9 @@ def perplexity(
             bar.update(len(losses_N))
             own_N = losses_N if labels_N is None else losses_N[labels_N[read : read + len(losses_N)]]
             total, scored, read = total + own_N.double().sum().item(), scored + len(own_N), read + len(losses_N)
-    seconds, loss = time.perf_counter() - started, total / max(scored, 1)
+    if not scored:
+        raise ValueError("these tokens have no answer to score, only the start of a chat: use more of them")
+    seconds, loss = time.perf_counter() - started, total / scored
     if not math.isfinite(loss):
         nonfinite = (name for name, weight in model.named_parameters() if not weight.isfinite().all())
         fault = first_fault(next(nonfinite, "")) if ranks.size > 1 else next(nonfinite, "")

@@ -16,7 +16,7 @@ from ..health.report import program_name, training_command
 from ..inference import printable_text
 from ..messages import plural, printable, shell_word, with_shown_names
 from ..models import split
-from ..models.adapters import chosen_targets
+from ..models.adapters import describe_adapters
 from ..runtime.launch import Launch
 from .extensions.balance import describe_balancing
 from .memory_check import memory_line
@@ -97,9 +97,8 @@ class Console:
         lora, width = self.config.lora, self.run.numerics.dtype.itemsize
         if not lora.rank:
             return ""
-        targets, size = ", ".join(chosen_targets(self.config.model, lora)), 12 + width + 4 * (width < 4)
         return (
-            f"adapters of rank {lora.rank} and scale {lora.scale:g} in {targets}: {size} bytes for each trained "
+            f"{describe_adapters(self.config.model, lora)}: {12 + width + 4 * (width < 4)} bytes for each trained "
             f"parameter with gradient and optimizer state, {width} for each frozen one"
         )
 

@@ -27,6 +27,7 @@ from ..checkpoint import (
 )
 from ..checkpoint.destinations import run_of
 from ..checkpoint.huggingface.peft import PeftAdapter
+from ..checkpoint.weights import saved_adapters
 from ..data import BYTES, TOKENIZER_FILE, GivenBatches, TextData, UnknownTokenizer, load_data, stores
 from ..data.chats import ChatOptions, ChatTemplate, template_file
 from ..kernels.backend import Kernels, validate_kernels
@@ -34,7 +35,9 @@ from ..kernels.fp8 import RECIPES
 from ..kernels.fuse import missing_for_compile
 from ..kernels.products import choose_products
 from ..messages import printable, refuse
-from ..models import StageOptions, split
+from ..models import ModelConfig, StageOptions, split
+from ..models.adapters import describe_adapters
+from ..models.config import LoRA
 from ..pipeline.settings import Numerics, Parallel
 from ..runtime.launch import Launch, device_of
 from ..runtime.layout import Layout
@@ -194,9 +197,19 @@ def with_adapter(config: TrainConfig) -> TrainConfig:
     if not weights:
         raise ValueError(f"lora.adapter {printable(lora.adapter)} needs --weights, the model that it adapts")
     found = PeftAdapter(Path(lora.adapter), config.model, start_companions(find_weights(weights))).lora
-    if lora.rank not in (0, found.rank):
-        raise ValueError(f"--lora {lora.rank}: {printable(lora.adapter)} has rank {found.rank}; leave out --lora")
-    return replace(config, lora=replace(lora, rank=found.rank, alpha=found.alpha, targets=found.targets))
+    found = replace(lora, rank=found.rank, alpha=found.alpha, targets=found.targets)
+    asked = {name: value for name in ("rank", "alpha", "targets") if (value := getattr(lora, name))}
+    _check_adapters(lora.adapter, config.model, found, replace(found, **asked))
+    return replace(config, lora=found)
+
+
+def _check_adapters(where: str | Path, model: ModelConfig, found: LoRA, asked: LoRA) -> None:
+    """Raise ValueError if the options ask for other adapters than those at `where`."""
+    has, given = (describe_adapters(model, lora) for lora in (found, asked))
+    if has != given:
+        raise ValueError(
+            f"{printable(where)} has {has}, but the options say {given}: leave out --lora, lora.alpha and lora.targets"
+        )
 
 
 def resolve(request: Request, facts: Facts) -> Run:
@@ -357,6 +370,8 @@ def find_start(request: Request, config: TrainConfig, facts: Facts) -> Start:
                 "give --data, and every other option that differs from its default"
             )
         first_step = check_model(resume, config.model)
+        saved = saved_adapters(resume)
+        _check_adapters(resume, config.model, saved.lora if saved else LoRA(), config.lora)
         trained_by = (request.saved or {}).get("optim.name", config.optim.name)
         if trained_by != config.optim.name:
             what = f"{resume} holds the state of {trained_by}, which {config.optim.name} cannot use"

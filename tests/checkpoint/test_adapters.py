@@ -136,6 +136,7 @@ CHANGES = {
         "peft_type": ("LOHA", "a bias, or another type than LORA is not supported"),
         "r": ("8", "r and lora_alpha must be numbers: got '8'"),
         "rank_pattern": ({"q_proj": 4}, "rank_pattern {'q_proj': 4} is not supported"),
+        "init_lora_weights": ("pissa", "init_lora_weights 'pissa' is not supported, only plain LoRA"),
     },
 }
 
@@ -160,6 +161,10 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has 5 experts"):
         _ = PeftAdapter(folder, replace(model.config, num_experts=6), read_companions(base)).shapes
     tensors = load_file(folder / "adapter_model.safetensors")
+    halves = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp" not in name or "lora_B" not in name}
+    save_file(halves, folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"has only one of A and B: .*layers\.1\.mlp.*lora_A"):
+        PeftAdapter(folder, model.config, read_companions(base))
     save_file({name: tensor[:-1] for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
     with pytest.raises(ValueError, match="which does not fit r 3"):
         _ = PeftAdapter(folder, model.config, read_companions(base)).shapes

@@ -80,11 +80,12 @@ def test_token_ids_and_masks_are_those_of_transformers(name, tokenizer, tmp_path
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>", eos_token="<|end|>"
     )
-    chats = [parse_chat({"messages": chat, "tools": TOOL}, "row") for chat in CHATS]
+    tools = TOOL if name == "tools" else None
+    chats = [parse_chat({"messages": chat, "tools": tools}, "row") for chat in CHATS]
     found = [*ChatOptions(template_of(source, tokenizer)).encode(chats, tokenizer)]
     for chat, (text, ids, labeled) in zip(CHATS, found, strict=True):
-        expected = theirs.apply_chat_template(chat, tools=TOOL, chat_template=source, **options)
-        assert text == theirs.apply_chat_template(chat, tools=TOOL, chat_template=source, tokenize=False)
+        expected = theirs.apply_chat_template(chat, tools=tools, chat_template=source, **options)
+        assert text == theirs.apply_chat_template(chat, tools=tools, chat_template=source, tokenize=False)
         assert ids.tolist() == expected["input_ids"]
         if "generation" in source and "endgeneration" in source:
             assert labeled.astype(int).tolist() == expected["assistant_masks"] and labeled.any()
@@ -188,6 +189,10 @@ def test_prepared_chats_are_those_that_are_encoded_at_the_start(chats, tmp_path)
     for step in range(3):
         assert all(map(torch.equal, one.batch(0, step, 5, 96), other.batch(0, step, 5, 96)))
     assert all(map(torch.equal, one.held_out_batch(0, 6, 6, 96), other.held_out_batch(0, 6, 6, 96)))
+    with pytest.raises(
+        ValueError, match=r"train.bin: chat 1: prepared for train_on=assistant: prepare the chats again"
+    ):
+        load_data(str(tmp_path / "out"), 96, chats=options(train_on="all"))
     flags = tmp_path / "out" / "train.bin.flags"
     flags.write_bytes(bytes([flags.read_bytes()[0] ^ 1]) + flags.read_bytes()[1:])
     with pytest.raises(ValueError, match=r"train.bin.flags has changed in tokens 0 to"):
@@ -202,7 +207,7 @@ def test_prepared_chats_are_those_that_are_encoded_at_the_start(chats, tmp_path)
 
 @pytest.mark.parametrize("row, problem", [
     ('{"messages": [{"role": "user", "content": "a"}]}', ":81: no message has the role assistant"),
-    ('{"text": "a"}', "rows with chats and rows with text"), ('{"prompt": "a"}', ":81: no field 'text'"),
+    ('{"text": "a"}', ":80: this row is a chat, but others of its source are text"), ('{"prompt": "a"}', ":81: no field 'text'"),
 ])  # fmt: skip
 def test_a_wrong_row_is_named(chats, row, problem):
     with chats.open("a") as file:
@@ -211,11 +216,44 @@ def test_a_wrong_row_is_named(chats, row, problem):
         load_data(str(chats), 96, chats=options())
 
 
-def test_a_message_that_the_template_leaves_out_is_named(tokenizer):
-    chat = parse_chat({"messages": [{"role": "critic", "content": "No!"}, *CHATS[0]]}, "a:3")
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+
+
+@pytest.mark.parametrize("row, what", [
+    *(({"messages": [{"role": "critic", "content": text}, *CHATS[0]]}, "message 1, of role 'critic'")
+      for text in ("No!", "Hi", CHATS[0][1]["content"])),  # the last two stand elsewhere, too
+    ({"messages": CHATS[0], "tools": TOOL}, "the tools"),
+    ({"messages": [CHATS[0][0], CALL, CHATS[0][1]]}, "the tool_calls of message 2"),
+])  # fmt: skip
+def test_what_the_template_leaves_out_is_named(row, what, tokenizer):
     source = "{% for m in messages %}{% if m.role != 'critic' %}{{ m.content }}{% endif %}{% endfor %}"
-    with pytest.raises(ValueError, match=r"^a:3: the chat template leaves out message 1, of role 'critic'"):
-        ChatOptions(template_of(source, tokenizer)).parts(chat)
+    with pytest.raises(ValueError, match=f"^a:3: the chat template leaves out {what}: change the row or the template"):
+        ChatOptions(template_of(source, tokenizer)).parts(parse_chat(row, "a:3"))
+
+
+def test_a_template_that_needs_every_message_leaves_none_out(tokenizer):
+    source = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('!') }}{% endif %}{{ m.content | upper }}{% endfor %}"
+    assert ChatOptions(template_of(source, tokenizer)).parts(parse_chat({"messages": CHATS[1][1:]}, "a:4"))[1]
+
+
+def test_what_is_not_a_template_is_refused(tokenizer):
+    for value in (5, [{"name": "default", "template": 3}], {"default": 3}):
+        with pytest.raises(ValueError, match=r"^cannot read the chat template: it must be text: got "):
+            ChatTemplate.find({"tokenizer_config.json": json.dumps({"chat_template": value})}, tokenizer)
+    with pytest.raises(
+        ValueError, match=r"^a:1: the chat template cannot render its first 0 messages alone, to find the"
+    ):
+        ChatOptions(template_of("{{ messages[0].role }}", tokenizer)).parts(
+            parse_chat({"messages": CHATS[0][1:]}, "a:1")
+        )
+
+
+@pytest.mark.parametrize("source, ending", [
+    (CHATML, "<|im_end|>"), (OLMOE, "<|end|>"), ("{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}", "\n\n### user:"),
+    ("{% for m in messages %}{{ m.content }} {% endfor %}", ""), ("{{ raise_exception('no') }}", ""),
+])  # fmt: skip
+def test_an_answer_ends_with_the_text_that_follows_it(source, ending, tokenizer):
+    assert template_of(source, tokenizer).ending() == ending
 
 
 @pytest.mark.parametrize("library", ["pyarrow", "datasets"])

@@ -55,7 +55,7 @@ def test_a_conversation_keeps_its_history_and_ctrl_c_ends_only_an_answer(model, 
                 raise KeyboardInterrupt
             on_tokens(torch.tensor([token]))
 
-    lines = iter(["a", KeyboardInterrupt, "", "b", "c", "/exit", "never read"])
+    lines = iter(["a", KeyboardInterrupt, "", "b\udc80", "c", "/exit", "never read"])  # a byte that is not UTF-8
 
     def read(_):
         line = next(lines)
@@ -67,7 +67,7 @@ def test_a_conversation_keeps_its_history_and_ctrl_c_ends_only_an_answer(model, 
     conversation.converse(model, BYTES, template, 9, 64, Sampling(), 0, read)
     assert capsys.readouterr().out == "one\n\nt\nthree\n" and next(lines) == "never read"
     assert prompts == [
-        "<user>a", "<user>a<assistant>one\0<user>b", "<user>a<assistant>one\0<user>b<assistant>t\0<user>c",
+        "<user>a", "<user>a<assistant>one\0<user>b\ufffd", "<user>a<assistant>one\0<user>b\ufffd<assistant>t\0<user>c",
     ]  # fmt: skip
 
 
@@ -104,6 +104,8 @@ def test_each_chat_is_scored_alone(model):
         losses = [next_token_loss(model(c[None, :-1]), y[None]) for c, y in zip(chats, labels, strict=True)]
     expected = sum(loss.item() * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
     assert found.tokens == sum(counts) and found.loss == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match=r"^these tokens have no answer to score"):
+        perplexity(model, BYTES, np.concatenate(chats)[:5], 32, 32, 3, flags_N=np.full(5, START, np.uint8))
 
 
 def test_a_run_is_evaluated_and_talks_with_its_own_template(tmp_path, monkeypatch, capsys):
@@ -139,6 +141,7 @@ def test_what_cannot_talk_is_one_line(tmp_path, monkeypatch, capsys):
         ("--chat", "has no chat template: name one, --chat-template"), ("--chat --num 2", "--chat is for one process"),
         ("--chat --chat-template bad.jinja", "cannot read the chat template: line 1: "),
         ("--chat --chat-template none.jinja", "cannot read none.jinja: No such file or directory"),
+        ("--chat-template none.jinja", "--chat-template is for a conversation: use --chat"),
     ):  # fmt: skip
         assert main(["generate", "run", "--device", "cpu", *arguments.split()]) == 2
         error = capsys.readouterr().err

@@ -46,6 +46,11 @@ def test_the_base_stays_and_a_resumed_run_is_bit_equal(base, weights, tmp_path):
     assert "adapters of rank 2 and scale 2 in attention, experts, dense, shared: 16 bytes for each trained" in printed
     assert "adapters, relative to the weights that they adapt: attention " in printed
     (halted,) = Path(tmp_path / "whole/checkpoints").glob("step-000002")
+    other = settings(tmp_path / "other", lora=LoRA(2, targets=("experts",)), steps=4, resume=str(halted))
+    with pytest.raises(
+        ValueError, match=r"step-000002 has adapters of .* in attention, experts, dense, shared, but the options say"
+    ):
+        make_run(other)
     resumed = settings(tmp_path / "again", lora=LORA, steps=4, resume=str(halted), ep=2)
     run_ranks(2, train, resumed)
     whole = tensors(tmp_path / "whole")
@@ -67,6 +72,16 @@ def test_a_run_exports_its_adapter_and_another_goes_on_from_it(base, tmp_path):
     run_ranks(1, train, settings(tmp_path / "first", lora=lora, export=out, **changes))
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base / "hf") and config["target_modules"] == []
+    for other in ({"rank": 3}, {"alpha": 1.0}, {"targets": ("attention",)}):
+        with pytest.raises(
+            ValueError,
+            match=r"adapter has adapters of rank 2 and scale 2 in experts, but the options say .*: leave out",
+        ):
+            make_run(settings(tmp_path / "second", lora=LoRA(adapter=out, **other), **changes))
+    with pytest.raises(
+        ValueError, match=f"no checkpoint in {out}: it is an adapter: use train.py --weights MODEL --set"
+    ):
+        make_run(settings(tmp_path / "second", **{**changes, "weights": out}))
     run = make_run(settings(tmp_path / "second", lora=LoRA(adapter=out), **changes))
     assert (run.config.lora.rank, run.config.lora.targets) == (2, ("experts",))
     run_ranks(1, train, settings(tmp_path / "second", lora=LoRA(adapter=out), **changes))

@@ -10,6 +10,7 @@ E experts, R rank, O output and I input width.
 
 import math
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,9 +37,12 @@ CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _REFUSED = (
     "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias", "layer_replication",
-    "trainable_token_indices", "fan_in_fan_out",
+    "trainable_token_indices", "fan_in_fan_out", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config",
+    "kasa_config", "monteclora_config",
 )  # fmt: skip
 """Keys of adapter_config.json that must have no effect."""
+_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Values of init_lora_weights that leave the base as it is. Others, such as "pissa", subtract the first adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +193,9 @@ class PeftAdapter:
         self.where, self._num_experts = folder, model.num_experts
         config = read_named(folder / CONFIG_FILE, dict)
         where = printable(folder / CONFIG_FILE)
-        wrong = next((key for key in _REFUSED if config.get(key)), "")
+        wrong = next(
+            filter(config.get, _REFUSED), "init_lora_weights" * (config.get("init_lora_weights") not in _INITS)
+        )
         if config.get("peft_type") != "LORA" or wrong or config.get("bias", "none") != "none":
             given = f"{wrong} {quoted(config[wrong], 60)}" if wrong else "a bias, or another type than LORA"
             raise ValueError(f"{where}: {given} is not supported, only plain LoRA")
@@ -205,6 +211,9 @@ class PeftAdapter:
                 f"{printable(folder / TENSOR_FILE)} adapts what this model does not have, or was written for an older "
                 f"transformers: {group_names(unknown)}"
             )
+        pairs = Counter(key.replace(".lora_B.", ".lora_A.") for key in self._entries)
+        if halves := [key for key, number in pairs.items() if number == 1]:
+            raise ValueError(f"{printable(folder / TENSOR_FILE)} has only one of A and B: {group_names(halves)}")
         self._keys = {key.name: key for key in keys if key.key in self._entries}
         kinds = {key.kind for key in self._keys.values()}
         self.lora = LoRA(rank, float(scaled), targets=tuple(kind for kind in LORA_TARGETS if kind in kinds))
