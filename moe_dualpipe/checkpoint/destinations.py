@@ -178,8 +178,9 @@ def hold(checkpoint: Path) -> bool:
 def release() -> None:
     """Let the checkpoint that this process holds be removed."""
     while _held:
-        with open(_held.pop()) as file:
-            fcntl.flock(file, fcntl.LOCK_UN)  # a child has the descriptor, too
+        descriptor = _held.pop()  # perhaps of a folder, in a damaged checkpoint
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child has it, too
+        os.close(descriptor)
 
 
 def hold_each(folder: Path) -> Iterator[Path]:
