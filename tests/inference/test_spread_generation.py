@@ -21,6 +21,7 @@ from moe_dualpipe.models import MoE, StageOptions, build_model
 from moe_dualpipe.pipeline import Numerics, Pipeline
 from moe_dualpipe.runtime.world import World
 from moe_dualpipe.schedule import build
+from moe_dualpipe.training.config import OptimizerConfig
 from tests.support.ranks import run_ranks, started
 from tests.support.runs import MODEL, ROOT, SHALLOW, settings, torchrun, train, train_and_listen
 
@@ -217,6 +218,7 @@ def test_a_pipeline_generates_the_tokens_of_the_whole_model(fused_loss, ranks, n
 def test_the_command_uses_the_newest_checkpoint_of_a_run(tmp_path, capsys):
     """The command prints the sample that the pipeline generated at the end of the run."""
     changes = {"steps": 2, "save_every": 1, "sample_tokens": 30, "prompt": "de\u00e9", "top_k": 5, "seed": 4}
+    changes["optim"] = OptimizerConfig(lr=0.1, warmup_steps=0)
     how = ["--prompt", "de\u00e9", "--sample-tokens", "30", "--top-k", "5", "--seed", "4", "--seq-len", "32"]
     said = run_ranks(2, train_and_listen, settings(tmp_path, **changes))[0]
     sample = said.partition("sample:\n")[2].partition("\nsaved ")[0]

@@ -205,6 +205,8 @@ def _read_rope(config: Mapping[str, Any], architecture: Architecture) -> dict[st
     if not isinstance(rope, Mapping) or new not in (None, {}, rope):
         raise ValueError(f"rope_parameters and rope_scaling must be one object: got {quoted((new, old), 100)}")
     theta, fraction = (_of_both(rope, config, key) for key in ("rope_theta", "partial_rotary_factor"))
+    if theta is None and "rope_theta" in rope:
+        raise ValueError("its rotary embedding has no rope_theta")
     options = {"rope_theta": architecture.rope_theta if theta is None else theta}
     if any(key.option == "rotary_fraction" for key in architecture.keys):
         options |= {"rotary_fraction": fraction} if fraction is not None else {}
