@@ -165,7 +165,7 @@ def test_wrong_values_of_every_option_of_a_command_are_one_line(capsys, name, va
                 refused += 1
                 assert str(error).isprintable() and not BAD_ENGLISH.search(str(error)), (option, value)
                 assert re.match(r"--|unknown |unexpected: |missing |cost W ", str(error)), (option, value)
-    assert refused or not options
+    assert refused or not {*options} - {"--comm", "--compute", "--json", "--out", "--phases", "--steps"}  # texts
 
 
 @VALUES

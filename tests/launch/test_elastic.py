@@ -37,10 +37,10 @@ def slowly(self, step):
     return do_step(self, step)
 
 def noted(self, seed, step, count, seq_len, rows):
-    inputs, labels = draw(self, seed, step, count, seq_len, rows)
+    batch = draw(self, seed, step, count, seq_len, rows)
     with open(f"sequences-{len(rows)}-{rows.start}.jsonl", "a") as file:
-        file.write(json.dumps([step + 1, rows.start, inputs.tolist()]) + "\\n")
-    return inputs, labels
+        file.write(json.dumps([step + 1, rows.start, batch[0].tolist()]) + "\\n")
+    return batch
 
 TextData.batch, Trainer.step = noted, slowly
 main()
