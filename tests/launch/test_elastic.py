@@ -142,9 +142,7 @@ def test_a_run_goes_on_when_its_first_machine_is_lost_and_comes_back_and_another
     repeated = {step for step, rows in read.items() if len(rows) > 12}
     assert repeated <= {*range(second, second + 6)}  # only those after the last checkpoint
     for machine, processes in enumerate(([4], [3, 3, 3], [2], [])):  # of the attempts whose rank 0 is on this machine
-        assert [
-            *map(int, re.findall("^1f1b over 1 pipeline x ([0-9]) ", logs[machine], re.MULTILINE))
-        ] == processes
+        assert [*map(int, re.findall("^1f1b over 1 pipeline x ([0-9]) ", logs[machine], re.MULTILINE))] == processes
     for log in logs[1:]:
         assert len(lines(log, "exits: another machine is leaving; torchrun will restart the remaining ranks$")) == 1
     for log in logs[2:]:

@@ -170,8 +170,8 @@ def _host(load: Workload, layer: LayerShape) -> float:
         return 0.0
     graphed = attention + ROUTER * (layer.experts > 0) if load.cuda_graphs == "partial" else 0
     each = read_constants()["host"].get(load.device.cpu, 0.0) if load.host is None else load.host
-    one_by_one = EXPERT_LAUNCH * (1 + load.eight_bits + BIAS_LAUNCHES * layer.expert_bias)
-    one_by_one *= layer.experts // load.layout.ep
+    each_expert = EXPERT_LAUNCH * (1 + load.eight_bits + BIAS_LAUNCHES * layer.expert_bias)
+    one_by_one = each_expert * (layer.experts // load.layout.ep)
     return each * (attention + mlp + one_by_one - graphed)
 
 
