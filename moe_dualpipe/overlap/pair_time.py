@@ -168,6 +168,6 @@ def _turns(segments: Iterable[Segment], opens: int) -> Iterator[tuple[Sequence[E
         if time or (transfer and opens == 1):
             begin = [Begin(transfer, time)] * (time > 0)  # without bytes, it does not wait for the link
             yield [*turn, *begin, Computation(deferred)], transfer
-            turn, deferred = [], 0.0
-            turn.append(Await(transfer))
+            turn = [Await(transfer)]
+            deferred = 0.0
     yield [*turn, Computation(deferred)], ""
