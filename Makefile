@@ -34,7 +34,7 @@ $(DEVELOPED): $(INSTALLED)
 	touch $@
 
 train: venv
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node 2 train.py --preset tiny --steps 160 --optimizer muon --lr 0.015
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node 2 train.py --preset tiny --steps 160
 
 test: dev  # pyright uses one core, so both together take less time
 	$(MAKE) --no-print-directory --jobs 2 lint pytest

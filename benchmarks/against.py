@@ -61,7 +61,7 @@ from .common import full_range, new_adamw, ratios, table, take_turns
 AUTO = choose_products("auto", "cpu")
 OTHER: Library = "mkl" if AUTO == "onednn" else "onednn"
 OURS = "ours, compiled"
-OPTIM = training.OptimizerConfig(lr=1e-3, schedule="wsd", warmup_steps=0)  # the learning rate is constant
+OPTIM = training.OptimizerConfig("adamw", lr=1e-3, schedule="wsd", warmup_steps=0)  # the learning rate is constant
 COLUMNS = f"size | threads | program | ms | range | tokens/s | time / {OURS} | range"
 
 

@@ -65,4 +65,4 @@ def new_adamw(parameters: Iterable[Tensor], optim: training.OptimizerConfig) -> 
     for parameter in parameters:
         (matrices if parameter.ndim > 1 else vectors).append(parameter)
     groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
+    return torch.optim.AdamW(groups, lr=optim.peak, betas=(optim.beta1, optim.beta2), fused=True)

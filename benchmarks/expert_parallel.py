@@ -131,7 +131,7 @@ def measure(model: ModelConfig, rank: int, options: Options) -> dict[str, list[f
     cases = {}
     for name, (ep, backend) in CASES.items():
         pipeline = Pipeline(model, schedule, shape, Parallel(ep, backend))
-        step = partial(_step, pipeline, pipeline.optimizer(OptimizerConfig()), tokens)
+        step = partial(_step, pipeline, pipeline.optimizer(OptimizerConfig("adamw")), tokens)
         cases[name] = partial(_seconds, step, torch.device("cpu"))
     return take_turns(options.rounds, cases, warm_up=3)
 

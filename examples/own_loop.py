@@ -22,7 +22,7 @@ with join_world() as world:
     name = "dualpipe" if world.size % 2 == 0 else "dualpipev"
     schedule = build_schedule(name, world.size, MICRO_BATCHES)
     pipeline = Pipeline(preset("tiny"), schedule, (SIZE, SEQ_LEN), numerics=Numerics(world.device))
-    config = OptimizerConfig(lr=3e-3, warmup_steps=5)
+    config = OptimizerConfig(warmup_steps=5)
     optimizer = pipeline.optimizer(config)
     data = load_data(SOURCE, SEQ_LEN)
     for step in range(STEPS):

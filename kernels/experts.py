@@ -44,23 +44,13 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def experts_reference(
-    x_ND: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor, order: ExpertOrder, weights_NK: Tensor | None,
-    weight_inside: bool, options: GroupedGemmOptions, compiled: bool = False,
-) -> Tensor:  # fmt: skip
-    """`experts` as a chain of plain operators."""
-    weights = {"gate_up": gate_up_EGD, "down": down_EDF}
-
-    def product(name: str, rows: Tensor) -> Any:
-        return GroupedLinearFunction.apply(rows, weights[name], order.expert_offsets, options)
-
-    return _chain(x_ND, order, weights_NK, product, options.kernels, compiled, weight_inside)
-
-
-def _chain(
     x_ND: Tensor, order: ExpertOrder, weights_NK: Tensor | None, product: Callable[[str, Tensor], Tensor],
     kernels: Kernels, compiled: bool, weight_inside: bool = False, wide: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The steps of `experts`. product(name, rows): with the weights "gate_up" or "down". wide: SwiGLU in fp32."""
+    """`experts` as a chain of plain operators.
+
+    product(name, rows): rows times the weights "gate_up" or "down". wide: SwiGLU in fp32.
+    """
     z_MG = product("gate_up", permute(x_ND, order, kernels))
     z_MG = at_least_fp32(z_MG) if wide else z_MG
     h_MF = fuse(swiglu, compiled and len(z_MG) > 1, rows_vary=True)(z_MG)  # 0 or 1 rows would be another graph
@@ -155,7 +145,12 @@ def experts(
         return fp8_experts(x_ND, gate_up_EGD, down_EDF, weights_NK, weight_inside, options, run)
     if not use_triton(kernels, x_ND, gate_up_EGD, down_EDF, order.gather_idx_M, weights_NK):
         check_offsets(order.expert_offsets, len(down_EDF), len(order.gather_idx_M))
-        return experts_reference(x_ND, gate_up_EGD, down_EDF, order, weights_NK, weight_inside, options, compiled)
+        weights = {"gate_up": gate_up_EGD, "down": down_EDF}
+
+        def product(name: str, rows: Tensor) -> Any:
+            return GroupedLinearFunction.apply(rows, weights[name], order.expert_offsets, options)
+
+        return experts_reference(x_ND, order, weights_NK, product, kernels, compiled, weight_inside)
     x_ND = check_contiguous_rows("x", x_ND)
     gate_up_EGD, down_EDF = check_contiguous("gate_up", gate_up_EGD), check_contiguous("down", down_EDF)
     weights_NK = None if weights_NK is None else aligned("weights", weights_NK.contiguous())
@@ -189,7 +184,7 @@ def adapted_experts(
             y = fp8_frozen_linear(rows, weights[name], dtype, run)
         return y + low_rank(name, narrow, order.expert_offsets, **options)
 
-    return _chain(x_ND, order, weights_NK, product, kernels, compiled, wide=run is not None)
+    return experts_reference(x_ND, order, weights_NK, product, kernels, compiled, wide=run is not None)
 
 
 def _check(x: Tensor, gate_up: Tensor, down: Tensor, order: ExpertOrder) -> None:

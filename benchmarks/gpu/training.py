@@ -31,7 +31,7 @@ CASES: dict[str, tuple[Kernels, Literal["", "cuda_graph"]]] = {
 """In this order: a capture that fails must not end the others."""
 WARM_UP_STEPS = 5
 SIZE, LENGTH = 16, 1024
-OPTIMIZER = OptimizerConfig()
+OPTIMIZER = OptimizerConfig("adamw")
 
 
 def run(context: Context) -> None:

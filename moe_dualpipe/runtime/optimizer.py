@@ -60,7 +60,7 @@ class Optimizer:
         """Called at the beginning of `step`."""
 
         hidden = (n for n, w in self.master.items() if w.ndim == 2 and self.owned[n].parameter not in elementwise)
-        for_muon = [*hidden] if config.name == "muon" else []
+        for_muon = [*hidden] if config.name != "adamw" else []
         self.adamw = self._adamw([name for name in self.master if name not in for_muon], config)
         self.muon = self._muon(for_muon, config, stacked or {})
 
@@ -68,7 +68,7 @@ class Optimizer:
         matrices = {"params": [self.master[name] for name in names if self.master[name].ndim > 1]}
         vectors = {"params": [self.master[name] for name in names if self.master[name].ndim <= 1], "weight_decay": 0.0}
         betas, decay = (config.beta1, config.beta2), config.weight_decay
-        adamw = torch.optim.AdamW([matrices, vectors], lr=config.lr, betas=betas, weight_decay=decay, fused=bool(names))
+        adamw = torch.optim.AdamW([matrices, vectors], betas=betas, weight_decay=decay, fused=bool(names))
         for name in names:  # create the state now: a checkpoint is loaded into it
             weight = self.master[name]
             self.moments[name] = {kind: torch.zeros_like(weight) for kind in ("exp_avg", "exp_avg_sq")}

@@ -72,6 +72,7 @@ _WRITTEN = (
 """Keys that say where a run writes."""
 _CHOSEN = (
     "parallel.pp", "parallel.schedule", "batch.micro_batch_size", "compute.compile", "compute.dtype",
+    "optim.name", "optim.lr",
 )  # fmt: skip
 """Keys that a run may choose itself."""
 _CHANGES = {

@@ -41,6 +41,7 @@ from ..models.config import LoRA
 from ..pipeline.settings import Numerics, Parallel
 from ..runtime.launch import Launch, device_of
 from ..runtime.layout import Layout
+from ..runtime.learning_rate import OptimizerConfig
 from ..runtime.topology import Placed, machine_limit
 from ..schedule import FILL, Costs, Schedule, fill
 from . import metrics, restart
@@ -217,7 +218,8 @@ def resolve(request: Request, facts: Facts) -> Run:
     folder, launch, device = facts.agreed.folder, facts.launch, facts.device
     if folder and not facts.agreed.resume:
         refuse(new_folder_rules(folder, request.config.checkpoint))
-    request = replace(request, config=replace(request.config, compute=chosen_compute(request.config.compute, device)))
+    config, optim = request.config, chosen_optimizer(request, facts.given)
+    request = replace(request, config=replace(config, optim=optim, compute=chosen_compute(config.compute, device)))
     numerics = numerics_of(request.config, device)
     config, choice = choose_layout(request, facts, numerics)
     refuse(compute_rules(config, numerics, launch.world_size))
@@ -247,13 +249,21 @@ def resolve(request: Request, facts: Facts) -> Run:
     )  # fmt: skip
 
 
-# ---- Device, kernels and precision ----
+# ---- Device, kernels, precision and optimizer ----
 
 
 def chosen_compute(compute: ComputeConfig, device: torch.device) -> ComputeConfig:
     """The options with the chosen compile and dtype. run.toml stores them, so a resumed run uses the same."""
     dtype = ("bfloat16" if device.type == "cuda" else "float32") if compute.dtype == "auto" else compute.dtype
     return replace(compute, compile=choose_compiled(compute.compile, device.type), dtype=dtype)
+
+
+def chosen_optimizer(request: Request, given: Given) -> OptimizerConfig:
+    """The options with the chosen optimizer: by default that of the resumed run, AdamW for trained weights, or Muon."""
+    config, optim = request.config, request.config.optim
+    if optim.name == "auto" and request.saved:
+        optim = replace(optim, name=request.saved.get("optim.name", "auto"))
+    return optim.chosen(new_model=not (given.weights or config.checkpoint.weights or config.lora.rank))
 
 
 def numerics_of(config: TrainConfig, device: torch.device) -> Numerics:

@@ -46,7 +46,7 @@ SHALLOW = dataclasses.replace(MODEL, num_layers=2)
 
 def settings(out, **changes) -> TrainConfig:
     """The options of a small run in the folder `out`. Changes have the names of the flags, without groups."""
-    small = TrainConfig(model=SHALLOW, steps=6, optim=OptimizerConfig(warmup_steps=2))
+    small = TrainConfig(model=SHALLOW, steps=6, optim=OptimizerConfig("adamw", warmup_steps=2))
     default = {
         "seq_len": 32, "micro_batch_size": 1, "batch_size": 4, "eval_sequences": 4, "sample_tokens": 0,
         "data": (TEXT,), "out": str(out),

@@ -23,7 +23,7 @@ from tests.support.pipelines import freeze
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, SHALLOW, change, equal_tensors, make_trainer, settings, weights_of
 
-OPTIM = OptimizerConfig(lr=0.1, warmup_steps=4, final_lr=0.2, weight_decay=0.5)
+OPTIM = OptimizerConfig("adamw", lr=0.1, warmup_steps=4, final_lr=0.2, weight_decay=0.5)
 
 
 def test_owners_of_divided_state_have_even_loads_in_any_order():

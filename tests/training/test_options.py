@@ -21,6 +21,7 @@ from moe_dualpipe.training.layout_choice import choose
 from moe_dualpipe.training.options import (
     FLAGS,
     OptionError,
+    Request,
     all_keys,
     build_config,
     changes,
@@ -32,7 +33,8 @@ from moe_dualpipe.training.options import (
     value_of,
     words_to_resume,
 )
-from moe_dualpipe.training.rules import RANGES, check_options
+from moe_dualpipe.training.resolve import chosen_optimizer
+from moe_dualpipe.training.rules import NOTHING_GIVEN, RANGES, Given, check_options
 from tests.support.runs import SMALL, make_run, option_values, options, records, without_clocks
 
 # ---- Flags ----
@@ -59,8 +61,8 @@ DEFAULTS = {
     "metrics.eval_sequences": 64, "metrics.tensorboard": False, "metrics.wandb": None, "metrics.peak_tflops": None,
     "metrics.profile": 0, "sample.sample_tokens": 160, "sample.prompt": "class ", "sample.temperature": 0.8,
     "sample.top_k": None, "sample.top_p": 1.0, "health.timeout": 600.0, "health.check_memory": True,
-    "health.max_skipped": 10, "health.check_replicas_every": 1, "health.traceback": False, "optim.name": "adamw",
-    "optim.lr": 0.003, "optim.schedule": "cosine", "optim.warmup_steps": 20, "optim.decay_steps": None,
+    "health.max_skipped": 10, "health.check_replicas_every": 1, "health.traceback": False, "optim.name": "auto",
+    "optim.lr": None, "optim.schedule": "cosine", "optim.warmup_steps": 20, "optim.decay_steps": None,
     "optim.final_lr": 0.1, "optim.beta1": 0.9, "optim.beta2": 0.95, "optim.momentum": 0.95, "optim.weight_decay": 0.1,
     "optim.clip": 1.0, "lora.rank": 0, "lora.alpha": None, "lora.dropout": 0.0, "lora.targets": (),
     "lora.adapter": None, "lora.export": "merged",
@@ -394,3 +396,15 @@ def test_a_value_of_another_type_is_one_line(config, line):
     with pytest.raises(ValueError) as error:
         check_options(config())
     assert str(error.value).startswith(line) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("words,saved,chosen", [
+    ("", None, ("muon", 0.015)), ("--optimizer adamw", None, ("adamw", 0.003)), ("--lr 0.5", None, ("muon", 0.5)),
+    ("--lora 2", None, ("adamw", 0.003)), ("--lora 2 --optimizer muon", None, ("muon", 0.015)),
+    ("", {"optim.name": "adamw"}, ("adamw", 0.003)), ("--optimizer muon", {"optim.name": "adamw"}, ("muon", 0.015)),
+])  # fmt: skip
+def test_the_optimizer_follows_from_what_is_trained(words, saved, chosen):
+    optim = chosen_optimizer(Request(parse_arguments(words.split()), saved=saved), NOTHING_GIVEN)
+    assert (optim.name, optim.lr) == chosen
+    given = chosen_optimizer(Request(TrainConfig()), Given(weights={"weight": torch.zeros(1)}))
+    assert (given.name, given.lr) == ("adamw", 0.003)

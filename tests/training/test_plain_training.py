@@ -19,7 +19,9 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, settings, train
 
 CLIP = 2.0  # the norms of some steps are larger, and of some smaller
-OPTIM = OptimizerConfig(lr=0.01, warmup_steps=2, final_lr=0.3, beta1=0.8, beta2=0.9, weight_decay=0.4, clip=CLIP)
+OPTIM = OptimizerConfig(
+    "adamw", lr=0.01, warmup_steps=2, final_lr=0.3, beta1=0.8, beta2=0.9, weight_decay=0.4, clip=CLIP
+)  # fmt: skip
 
 
 def plain_run(config):
