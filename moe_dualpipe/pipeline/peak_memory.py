@@ -28,7 +28,7 @@ class PeakMemory:
     gradients: int
     """In fp32."""
     optimizer: int
-    """Two moments in fp32, and the weights in fp32 if they are narrower."""
+    """The moments in fp32, and the weights in fp32 if they are narrower."""
     activations: int
     """Saved for backward, of all micro-batches that the rank holds at once."""
     temporary: int
@@ -63,7 +63,7 @@ def peak_memory(
     whole_embedding: no replica has a part of the embedding or the head, as in this project, which divides no tensor.
     gradient_copies: copies of a stage's gradients while replicas sum them, after the stage's last backward: 1 in this
     project, 2 on CPUs, 0 if gradients are in one buffer.
-    moments: of the optimizer for a parameter: 2 with AdamW.
+    moments: of the optimizer for a matrix inside the blocks: 2 with AdamW, 1 with Muon. Embedding and head have 2.
     adapters: only these are trained. None: all parameters are.
     """
     element = 4 if precision == "fp32" else 2
@@ -98,19 +98,23 @@ def peak_memory(
         _, all_experts, _ = shares = rank_shares(shape, specs, batch)
         dense, experts, ends = trained(specs)
         updated = owned = dense + experts + ends
+        tables = any(s.embedding or (s.head and (shape.tied or shape.mtp)) for s in specs)
+        tables += any(s.head and not shape.tied for s in specs)
         total = sum(shares) + updated * (adapters is not None)
         if zero:
             replicas = copies_of_model * len(schedule.placement.holders(held[0]))
             owned = -(-dense // replicas) - (-experts // (replicas * batch.tp // batch.ep))
-            owned -= -ends // (copies_of_model * end_ranks)
+            owned -= -ends // (1 if whole_embedding else copies_of_model * end_ranks)
             if whole_embedding and adapters is None and any(s.embedding or s.head for s in specs):
                 owned = max(owned, shape.embedding)
+            tables = -(-tables // replicas)
         copies = 4 * gradient_copies * (copies_of_model * end_ranks > 1)
         sizes = {s: bytes_of(like[s])._replace(sums=copies * sum(trained([stages[s]]))) for s in held}
         activations, temporary = peak_of_actions(schedule.actions[rank], sizes)
         ranks.append(PeakMemory(
-            (element + batch.fp8) * total + 2 * all_experts * (batch.fp8_block > 0), 4 * updated, state * owned,
-            activations, temporary + message * max(links[s] for s in held),
+            (element + batch.fp8) * total + 2 * all_experts * (batch.fp8_block > 0), 4 * updated,
+            state * owned + 4 * (2 - moments) * tables * shape.embedding, activations,
+            temporary + message * max(links[s] for s in held),
         ))  # fmt: skip
     return tuple(ranks)
 

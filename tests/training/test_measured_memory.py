@@ -7,6 +7,7 @@ import pytest
 from moe_dualpipe.checkpoint import global_weights
 from moe_dualpipe.models import ModelConfig, build_model
 from moe_dualpipe.models.config import LoRA
+from moe_dualpipe.training.config import OptimizerConfig
 from moe_dualpipe.training.memory_check import step_memory
 from tests.support.ranks import run_ranks
 from tests.support.runs import change, make_trainer, peak_bytes, settings
@@ -72,3 +73,26 @@ def test_every_schedule_and_recomputation(tmp_path, ranks, recompute):
     names = ["1f1b", "dualpipev"] + ["zb1p", "zbv", "dualpipe"] * (ranks > 1)
     model = MODEL if ranks < 4 else dataclasses.replace(MODEL, num_layers=8)
     check(tmp_path, ranks, *({"schedule": name, "recompute": recompute} for name in names), model=model)
+
+
+def optimizer_of_a_rank(rank, configs):
+    """Predicted and actual bytes of optimizer state, for each run."""
+    trainers = [make_trainer(rank, config) for config in configs]
+    needs = (step_memory(t.config, t.run.choice, t.run.numerics.dtype, t.run.device) for t in trainers)
+    return [
+        (need[t.layout.pp_rank].optimizer, t.optimizer.state_bytes) for need, t in zip(needs, trainers, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_muon_has_two_moments_for_embedding_and_head(tmp_path, num_ranks):
+    models = (dataclasses.replace(MODEL, vocab_size=4096, **other) for other in ({}, {"tied_embeddings": True}))
+    optim = OptimizerConfig("muon")
+    configs = [
+        settings(tmp_path, model=model, pp=num_ranks, optim=optim, zero=zero)
+        for model in models
+        for zero in (True, False)
+    ]
+    for predicted in zip(*run_ranks(num_ranks, optimizer_of_a_rank, configs), strict=True):
+        expected, actual = map(max, zip(*predicted, strict=True))
+        assert expected == pytest.approx(actual, rel=0.02)
