@@ -135,7 +135,8 @@ class Ranks:
 
         One cause may follow from another. Late launches of the host count only if they would also be late without the
         calls that wait for the device. A late launch of a transfer counts only if the transfer would also be late
-        without all causes of the host and without shared queues.
+        without all causes of the host and without shared queues. Other causes also count if they would cost enough
+        without those that count already, which hide them.
         """
         least, of_host = LEAST_SHARE * self.devices[rank].window_us, self.of_host[rank]
         costly: list[str] = []
@@ -149,6 +150,11 @@ class Ranks:
             if gain >= least and before and found.change:
                 gain = self.gain_of(rank, [*before, cause]) - self.gain_of(rank, before)
             if gain >= least:
+                costly.append(cause)
+        follows = {*costly, *of_host, "late-launch"}
+        hidden = [cause for cause, found in self.found[rank].items() if found.change and cause not in follows]
+        for cause in hidden:
+            if self.gain_of(rank, [*costly, cause]) - self.gain_of(rank, costly) >= least:
                 costly.append(cause)
         return costly
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from .dependencies import LATE, NEAR
 from .device import COMPUTE, Device, FoundCause
-from .replay import ASSUMED, DATA, ORDER, Edges, Floats, Graph, Ints, Mask, edges, ends, merged, without
+from .replay import ASSUMED, DATA, ORDER, Edges, Floats, Graph, Ints, Mask, edges, ends, merged, previous_of, without
 
 LEAST = 3
 """Minimum number of occurrences of a pattern."""
@@ -125,13 +125,25 @@ def _behind_later(device: Device, input_of: Ints) -> dict[int, float]:
 
 
 def _launched_with(graph: Graph, device: Device, rows: Ints, events: Ints, inputs: Ints) -> Graph:
-    """Drop edges, and launch events directly after their inputs: before other events that are launched later."""
-    nodes = device.event_nodes
-    launch = len(graph.start) + nodes
-    source, later = graph.edges.source.copy(), device.launch[device.previous[events]] > device.launch[inputs]
-    source[launch[events]] = source[launch[inputs]]
-    graph = replace(graph, edges=graph.edges._replace(source=source))
-    return without(graph, np.concatenate([rows, nodes[events[later]]]))
+    """Drop edges, and launch events directly after their inputs: before other events that are launched later.
+
+    A stream does its work in the new order of the launches.
+    """
+    nodes, launched, source = device.event_nodes, device.launch.astype(float), graph.edges.source.copy()
+    launches = len(graph.start) + nodes
+    source[launches[events]] = source[launches[inputs]]
+    for event in np.flatnonzero(launched < 0).tolist():  # unknown: in its recorded place
+        launched[event] = launched[device.previous[event]] if device.previous[event] >= 0 else 0.0
+    launched[events] = device.launch[inputs]
+    order = np.lexsort((launched, device.stream))
+    previous = np.full(len(order), -1, np.int64)
+    before = previous_of(device.stream[order])
+    previous[order] = np.where(before >= 0, order[before], -1)
+    moved = (previous != device.previous) & np.isin(device.stream, device.stream[events])
+    source[nodes[moved]] = ends(nodes[previous[moved]])
+    lag = graph.edges.lag.copy()
+    lag[nodes[moved]] = np.where(previous[moved] >= 0, 0.0, -np.inf)
+    return without(replace(graph, edges=graph.edges._replace(source=source, lag=lag)), rows)
 
 
 def _early(device: Device, source: Ints, target: Ints, rows: Ints) -> list[FoundCause]:
