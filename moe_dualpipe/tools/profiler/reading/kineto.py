@@ -188,7 +188,8 @@ class _Sorter:
         of_call = {id(call): collective for call, collective in self._calls}
         around = trace.innermost_around([call for call, _ in self._calls])
         named = trace.innermost_on_thread(trace.transfers)
-        known = {number: Collective(call.name.partition(":")[2]) for number, call in named.items()}
+        known: dict[int | None, Collective] = {}
+        known |= {number: Collective(call.name.partition(":")[2]) for number, call in named.items()}
         known |= {number: of_call[id(call)] for number, call in around.items()}
         trace.device_events = [self._completed(event, known) for event in trace.device_events]
 
