@@ -22,12 +22,11 @@ from ...expert_parallel.exchange import AsyncResult
 from ...expert_parallel.parameters import expert_ids, global_tensors
 from ...kernels.routing import expert_order
 from ...messages import plural
+from ...models import KVCache, ModelConfig, StageOptions
 from ...models.attention import attention_class
 from ...models.attention_layer import accepted_context, attend
 from ...models.block import block_class, block_parts
 from ...models.build_experts import ExpertBuilder
-from ...models.config import ModelConfig, StageOptions
-from ...models.kv_cache import KVCache
 from ...models.layer_calls import call_layer, call_router
 from ...models.layers import seed_of, seeded
 from ...models.recompute import add_up
@@ -302,14 +301,11 @@ class Experts(Subject):
     def call(self, module: Any, case: Case) -> Outputs:
         """If the layer takes an order, each row has one choice, with weight 1."""
         x, counts_E = case.rows, torch.tensor(case.counts, device=case.x.device)
-        if getattr(module, "takes_order", False):
-            ids_M = torch.arange(len(counts_E), device=x.device).repeat_interleave(counts_E)
-            order = expert_order(ids_M[:, None], len(counts_E), len(x))
-            weights_M1 = x.new_ones(len(x), 1, dtype=torch.promote_types(x.dtype, torch.float32))
-            y_MD = call_layer("experts", module, x, order, weights_M1)
-        else:
-            y_MD = call_layer("experts", module, x, nn.functional.pad(counts_E.cumsum(0), (1, 0)).to(torch.int32))
-        return (y_MD,)
+        ids_M = torch.arange(len(counts_E), device=x.device).repeat_interleave(counts_E)
+        order = expert_order(ids_M[:, None], len(counts_E), len(x))
+        weights_M1 = x.new_ones(len(x), 1, dtype=torch.promote_types(x.dtype, torch.float32))
+        takes_order = getattr(module, "takes_order", False)
+        return (call_layer("experts", module, x, *((order, weights_M1) if takes_order else (order.expert_offsets,))),)
 
 
 class Router(Subject):
