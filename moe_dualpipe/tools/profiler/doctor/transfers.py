@@ -20,7 +20,7 @@ from ..account import copy_name
 from ..categories import category_of_kernel
 from ..communication import kind_of_collective
 from ..intervals import EMPTY, Intervals, difference, intersection, length_before, union, union_length
-from .calls import CLOCK
+from ..trace import CLOCK
 from .device import COMM, COMPUTE, COPY, Device, FoundCause
 from .replay import DATA, SYNC, Floats, Graph, Ints, Mask, NodeTimes, shorter, without
 

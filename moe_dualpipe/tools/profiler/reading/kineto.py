@@ -29,7 +29,6 @@ TRANSFER = re.compile(rf"(nccl|gloo|ucc|mpi|xccl|{OWN_TRANSFERS}):(?!:)")
 _OWN_CALLS = re.compile(f"{OWN_TRANSFERS}::")
 _STEP = re.compile(r"ProfilerStep[#*]")
 _MODULE = "nn.Module: "
-_COPIES = "gpu_memcpy", "gpu_memset"
 _ON_DEVICES = re.compile(r"\bDtoD\b|DeviceToDevice")
 _LAUNCHES = (
     "cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver", "xpu_runtime", "xpu_driver", "privateuse1_runtime",
@@ -83,7 +82,7 @@ class _Sorter:
         self._handlers: dict[str, Callable[[HostEvent, Event], None]] = {
             "kernel": self._kernel, "hpu_op": self._kernel, **dict.fromkeys(_LAUNCHES, self._launch),
             "user_annotation": self._annotation, "cpu_op": self._operator, "python_function": self._python,
-            **{category: partial(self._copy, category) for category in _COPIES},
+            **{category: partial(self._copy, category) for category in ("gpu_memcpy", "gpu_memset")},
         }  # fmt: skip
 
     def take(self, event: Event) -> None:
