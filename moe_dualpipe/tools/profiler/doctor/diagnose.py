@@ -16,7 +16,7 @@ from graphlib import CycleError
 
 import numpy as np
 
-from ..account import COMPUTATION, LOST, SLOWED, Entry, relabeled, spans_of, totals
+from ..account import COMPUTATION, LEAST_SHARE, LOST, SLOWED, Entry, relabeled, spans_of, totals
 from ..analyze import Analysis
 from ..communication import Names
 from ..intervals import EMPTY, Intervals, intersection, union, union_length
@@ -28,8 +28,6 @@ from .joint import JointGraph, join, shared_collectives
 from .replay import Graph, NodeTimes, replay, shorter
 from .slowdown import beside_us, cause_of, slowdowns_of
 
-LEAST_SHARE = 0.01
-"""Causes that would save a smaller share of the window are left out."""
 ROUNDS = 10
 """Maximum number of replays until computation and transfers that slow each other down have stable times."""
 SETTLED = 0.003
