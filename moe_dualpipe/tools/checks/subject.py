@@ -303,9 +303,10 @@ class Experts(Subject):
         x, counts_E = case.rows, torch.tensor(case.counts, device=case.x.device)
         ids_M = torch.arange(len(counts_E), device=x.device).repeat_interleave(counts_E)
         order = expert_order(ids_M[:, None], len(counts_E), len(x))
-        weights_M1 = x.new_ones(len(x), 1, dtype=torch.promote_types(x.dtype, torch.float32))
-        takes_order = getattr(module, "takes_order", False)
-        return (call_layer("experts", module, x, *((order, weights_M1) if takes_order else (order.expert_offsets,))),)
+        if getattr(module, "takes_order", False):
+            weights_M1 = x.new_ones(len(x), 1, dtype=torch.promote_types(x.dtype, torch.float32))
+            return (call_layer("experts", module, x, order, weights_M1),)
+        return (call_layer("experts", module, x, order.expert_offsets),)
 
 
 class Router(Subject):
