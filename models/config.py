@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Recompute = Literal["none", "norms", "attention", "full"]
 """What a block recomputes in backward instead of saving it; recompute.py describes each."""
-RECOMPUTE: tuple[str, ...] = get_args(Recompute)
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 LayerName = str | Factory
 """A layer by its name, or in Python as a class or function (custom_layers.py)."""

@@ -133,6 +133,11 @@ def list_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
+def natural_order(name: str) -> list[tuple[bool, int, str]]:
+    """A key for sorting in which gpu-9 comes before gpu-10."""
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
+
+
 def shell_word(word: str) -> str:
     """`word` quoted for a shell, on one line."""
     return printable(shlex.quote(word), 1000)

@@ -12,7 +12,7 @@ from ..tools.profiler.communication import Names
 from ..tools.profiler.files import analyze_files
 from ..tools.profiler.pictures.lanes import SUFFIXES, save_lanes
 from ..tools.profiler.reading import trace_paths
-from ..tools.profiler.report import compare, comparison_text, traces_text
+from ..tools.profiler.report import compare, comparison_text
 from ..tools.profiler.windows import parse_steps
 from .options import JsonOption
 
@@ -65,8 +65,7 @@ class ProfileAnalyze(TraceOptions):
         if self.out is not None:
             save_lanes(found.pictures(), self.out)
         objects = found.as_objects()
-        text = traces_text(found, self.phases)
-        self.show(objects[0] if len(objects) == 1 else objects, text)
+        self.show(objects[0] if len(objects) == 1 else objects, found.as_text(self.phases))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ So the ranks tell the rendezvous store where they are, rank 0 chooses the order,
 Rank 0 stays rank 0.
 """
 
-import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__
-from ..messages import plural
+from ..messages import natural_order, plural
 from .groups import decide_for_all, rendezvous
 from .launch import Launch
 
@@ -76,7 +75,7 @@ def place(
 
 def find_domains(machines: Sequence[str], nodes_per_domain: int) -> list[RankPlace]:
     """The place of each rank, from its machine."""
-    ordered = sorted({*machines}, key=_natural)
+    ordered = sorted({*machines}, key=natural_order)
     return [RankPlace(machine, str(ordered.index(machine) // nodes_per_domain)) for machine in machines]
 
 
@@ -135,11 +134,6 @@ def _kind(group: Sequence[RankPlace]) -> str:
     if machines == 1:
         return "within one machine"
     return f"across {machines} machines" + (" of one domain" if domains == 1 else "")
-
-
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """A key for sorting in which gpu-9 comes before gpu-10."""
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
 # ---- Versions: other ones would compute something else, or wait for other messages ----

@@ -22,11 +22,10 @@ from ...expert_parallel.parameters import expert_ids, global_tensors
 from ...kernels.routing import ExpertOrder, expert_order
 from ...kernels.weight_grads import WeightGrads, bind
 from ...messages import plural
+from ...models import KVCache, MoE
 from ...models.attention import document_mask
 from ...models.attention_layer import attend_gathered, project
 from ...models.context_parallel import Context
-from ...models.kv_cache import KVCache
-from ...models.moe import MoE
 from ...models.per_expert import PerExpert
 from ...overlap.host_syncs import host_syncs
 from ...runtime.buffers import WAY_OUT

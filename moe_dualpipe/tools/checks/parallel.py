@@ -21,10 +21,8 @@ from ...training.rules import check_options
 from .laws import Check, Report
 from .ranks import Failure, run_task
 from .run import (
-    REFERENCE,
     STEPS,
     CheckedRun,
-    Comparison,
     Job,
     Variant,
     default_variants,
@@ -60,11 +58,11 @@ def check_parallel(
     sizes = f"{plural(STEPS, 'step')} of {plural(sequences, 'sequence')} of {plural(length - 1, 'token')}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "reference.pt"
-        done = run_task(1, record_reference, Comparison(job, REFERENCE, file))
+        done = run_task(1, record_reference, job, file)
         if isinstance(done, Failure):
             raise ValueError(f"cannot run the model in one process: {done.message}")
         title = f"{sizes}, compared with one process: relative differences, of their tolerances"
-        return Report(title, tuple(_check(Comparison(job, variant, file)) for variant in variants))
+        return Report(title, tuple(_check(job, file, variant) for variant in variants))
 
 
 def make_job(
@@ -96,13 +94,12 @@ def check_runs(job: Job, variant: Variant) -> None:
     schedule_of(job, variant)
 
 
-def _check(compared: Comparison) -> Check:
-    variant = compared.variant
+def _check(job: Job, file: Path, variant: Variant) -> Check:
     try:
-        check_runs(compared.job, variant)
+        check_runs(job, variant)
     except ValueError as error:
         return Check(variant.name, "skipped", problem=str(error))
-    outcome = run_task(variant.processes, find_difference, compared)
+    outcome = run_task(variant.processes, find_difference, job, file, variant)
     if isinstance(outcome, Failure):
         return Check(variant.name, "failed", problem=str(outcome))
     measured, problem = outcome[0]

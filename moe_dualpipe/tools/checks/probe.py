@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ...expert_parallel.exchange import AsyncResult
 from ...overlap.labels import PREPARE
 from ...overlap.segment import Comm, Compute, PrepareComm, Segments, Transfer
 from ...overlap.segmented import Segmented
@@ -103,23 +104,20 @@ def _run_prepare(fn: Callable[..., Any], at: Observed, observe: Observe, *inputs
     return fn(*inputs)
 
 
-class _ObservedTransfer:
+class _ObservedTransfer(AsyncResult[tuple[Tensor | None, ...]]):
     """A transfer in forward, or one of gradients in backward, where its arguments are the gradients of outputs."""
 
     def __init__(self, fn: Callable[..., Transfer], at: Observed, observe: Observe, *tensors: Any):
         _see(tensors, at._replace(is_output=at.is_gradient), observe)
-        self._transfer: Transfer = fn(*tensors)
-        self._see: Callable[[Sequence[Any]], None] | None = partial(
-            _see, at=at._replace(is_output=not at.is_gradient), observe=observe
-        )
-        self.completed: bool = getattr(self._transfer, "completed", False)
+        transfer = fn(*tensors)
+        self.completed: bool = getattr(transfer, "completed", False)
+        super().__init__([], partial(_received, transfer, at._replace(is_output=not at.is_gradient), observe))
 
-    def wait(self) -> tuple[Tensor | None, ...]:
-        tensors = self._transfer.wait()
-        see, self._see = self._see, None
-        if see is not None:
-            see(tensors)
-        return tensors
+
+def _received(transfer: Transfer, at: Observed, observe: Observe) -> tuple[Tensor | None, ...]:
+    tensors = transfer.wait()
+    _see(tensors, at, observe)
+    return tensors
 
 
 def _see(tensors: Sequence[Any], at: Observed, observe: Observe) -> None:

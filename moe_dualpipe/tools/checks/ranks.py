@@ -38,9 +38,9 @@ _PRELOADED = "torch._dynamo", run.__name__, __name__
 
 
 def run_task(
-    num_ranks: int, function: Callable[[Any], Any], task: Any, timeout: float = 300
+    num_ranks: int, function: Callable[..., Any], *task: Any, timeout: float = 300
 ) -> list[Any] | Failure:  # fmt: skip
-    """Return the results of `function(task)` on all ranks, or the first failure.
+    """Return the results of `function(*task)` on all ranks, or the first failure.
 
     timeout: in seconds. Raises ValueError if the task cannot be sent to another process.
     """
@@ -80,11 +80,11 @@ def _wait(processes: Any, folder: Path, num_ranks: int, timeout: float) -> Failu
             process.join()
 
 
-def _main(rank: int, folder: Path, num_ranks: int, function: Callable[[Any], Any], task: Any) -> None:
+def _main(rank: int, folder: Path, num_ranks: int, function: Callable[..., Any], task: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)  # the number of threads changes the order of sums
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     try:
-        torch.save(function(task), folder / f"{rank}")
+        torch.save(function(*task), folder / f"{rank}")
         dist.barrier()
     except (Exception, SystemExit) as error:
         torch.save(Failure(rank, describe_user_error(error)), folder / f"failed-{rank}")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...expert_parallel.gather import gather_objects
 from ...expert_parallel.parameters import global_tensors
 from ...models import ModelConfig, StageOptions, split
-from ...models.config import Recompute
+from ...models.config import RECOMPUTE, Recompute
 from ...models.layers import seed_of
 from ...pipeline import Numerics, Parallel, Pipeline
 from ...runtime.buffers import Buffers
@@ -67,7 +67,6 @@ class Variant:
         return self.pp * self.dp * self.cp
 
 
-_RECOMPUTE: tuple[Recompute, ...] = ("norms", "attention", "full")
 REFERENCE = Variant("one process", SAME_ORDER)
 
 
@@ -75,7 +74,7 @@ def default_variants(size: int) -> list[Variant]:
     """The default variants, on 1, 2 and 4 processes. size: sequences per micro-batch of the reference."""
     one = [
         Variant("repeated", SAME_ORDER),
-        *(Variant(f"recompute {name}", SAME_ORDER, recompute=name) for name in _RECOMPUTE),
+        *(Variant(f"recompute {name}", SAME_ORDER, recompute=name) for name in RECOMPUTE[1:]),
         Variant("dualpipev, overlapped", OTHER_ORDER, schedule="dualpipev"),
         Variant("each sequence alone" if size > 1 else "two sequences together", OTHER_ROWS, size=1 if size > 1 else 2),
         Variant("shuffled sequences", OTHER_ROWS, neighbors=1),
@@ -145,31 +144,23 @@ class Job:
     on_rank: "Callable[[CheckedRun], None] | None" = None
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A variant to compare with the reference, or the reference itself. It can be sent to other processes.
-
-    file: the trace of the reference.
-    """
-
-    job: Job
-    variant: Variant
-    file: Path
-
-
-def record_reference(reference: Comparison) -> None:
+def record_reference(job: Job, file: Path) -> None:
+    """Run the reference, and write its trace to `file`."""
     trace = StepTrace()
-    run_variant(reference.job, reference.variant, trace)
-    torch.save(trace.recorded, reference.file)
+    run_variant(job, REFERENCE, trace)
+    torch.save(trace.recorded, file)
 
 
-def find_difference(compared: Comparison) -> tuple[str, str]:
-    """The largest differences, and the first one above the tolerance; "" if there is none. Collective."""
-    expected = torch.load(compared.file, weights_only=False, mmap=True)
-    trace = StepTrace(expected, compared.variant.tolerance)
-    run_variant(compared.job, compared.variant, trace)
+def find_difference(job: Job, file: Path, variant: Variant) -> tuple[str, str]:
+    """Compare a variant with the trace in `file`. Collective.
+
+    Returns the largest differences, and the first one above the tolerance; "" if there is none.
+    """
+    expected = torch.load(file, weights_only=False, mmap=True)
+    trace = StepTrace(expected, variant.tolerance)
+    run_variant(job, variant, trace)
     traces = gather_objects((trace.largest, trace.compared, trace.first))
-    return verdict(traces, expected, compared.variant.tolerance)
+    return verdict(traces, expected, variant.tolerance)
 
 
 def run_variant(job: Job, variant: Variant, trace: StepTrace) -> None:

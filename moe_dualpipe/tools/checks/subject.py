@@ -9,7 +9,7 @@ M rows in expert-major order, T tokens, K experts per token, B sequences, S posi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -22,12 +22,11 @@ from ...expert_parallel.exchange import AsyncResult
 from ...expert_parallel.parameters import expert_ids, global_tensors
 from ...kernels.routing import expert_order
 from ...messages import plural
+from ...models import KVCache, ModelConfig, StageOptions
 from ...models.attention import attention_class
 from ...models.attention_layer import accepted_context, attend
 from ...models.block import block_class, block_parts
 from ...models.build_experts import ExpertBuilder
-from ...models.config import ModelConfig, StageOptions
-from ...models.kv_cache import KVCache
 from ...models.layer_calls import call_layer, call_router
 from ...models.layers import seed_of, seeded
 from ...models.recompute import add_up
@@ -80,13 +79,16 @@ class Subject(ABC):
 
     row: what messages call a row: a row, a token or a sequence. rule: the message if the result of a row depends on
     other rows. place: a format of the position of a result, with its index `row`, or its `expert` and its index `i`
-    among the rows of this expert. length: the dimensions of an input between rows and model dim. prefix: the start of
-    parameter names, which messages leave out.
+    among the rows of this expert. counts: the number of rows of each group in a typical input. length: the dimensions
+    of an input between rows and model dim. shapes: other valid counts and lengths. prefix: the start of parameter
+    names, which messages leave out.
     """
 
     kind: str
     rule: str
     place: str
+    counts: Sequence[int]
+    shapes: Sequence[tuple[Sequence[int], tuple[int, ...]]]
     row = "row"
     length: tuple[int, ...] = ()
     prefix = ""
@@ -110,14 +112,6 @@ class Subject(ABC):
         Raises Broken for an invalid result.
         """
 
-    @abstractmethod
-    def counts(self) -> Sequence[int]:
-        """The number of rows of each group in a typical input."""
-
-    @abstractmethod
-    def shapes(self) -> Iterable[tuple[Sequence[int], tuple[int, ...]]]:
-        """Other valid shapes: the number of rows of each group, and the length."""
-
     def parts(self) -> Iterator[tuple[str, Any]]:
         """Parts of `draw(1)` to change: a name, and the index of this part. Only results of this part may change."""
         case = self.draw(1)
@@ -132,14 +126,14 @@ class Subject(ABC):
 
     def draw(self, seed: int) -> Case:
         """A random input. All seeds give the same shape; experts get other numbers of rows."""
-        counts = self.counts()
+        counts = self.counts
         first = (seed - 1) % len(counts)
         return Case(self.random(seed, sum(counts), *self.length), (*counts[first:], *counts[:first]))
 
     def sizes(self) -> Iterator[Case]:
         """Inputs of all shapes. Large ones repeat a few rows."""
         yield self.draw(1)
-        for counts, length in self.shapes():
+        for counts, length in self.shapes:
             index = torch.arange(sum(counts), device=self.device) % DISTINCT
             yield Case(self.random(4, DISTINCT, *length), tuple(counts), index)
 
@@ -212,9 +206,9 @@ class Subject(ABC):
                 raise
 
     @torch.no_grad()
-    def outputs(self, case: Case, train: bool = True, seed: int = 0, module: Any = None) -> Outputs:
+    def outputs(self, case: Case, train: bool = True, seed: int = 0) -> Outputs:
         """The outputs, without gradients."""
-        return self.run(module or self.module, case, train, seed, self.call)
+        return self.run(self.module, case, train, seed, self.call)
 
     def results(
         self, case: Case, train: bool = True, module: Any = None, v: Tensor | None = None,
@@ -293,30 +287,26 @@ class Experts(Subject):
         "all of them: row m belongs to expert e if expert_offsets[e] <= m < expert_offsets[e + 1]"
     )
 
-    def make(self, seed: int) -> nn.Module:
-        return ExpertBuilder(self.config, self.config.num_layers - 1, seed).build(self.experts)
-
-    def counts(self) -> Sequence[int]:
-        """An uneven number of rows of each expert, at least 2."""
-        return [2 + (3 * e + 1) % 4 for e in range(self.config.num_experts)]
-
-    def shapes(self) -> Iterable[tuple[Sequence[int], tuple[int, ...]]]:
-        number = self.config.num_experts
+    def __init__(self, config: ModelConfig, device: str = "cpu", experts: range | None = None):
+        super().__init__(config, device, experts)
+        number = config.num_experts
+        self.counts = [2 + (3 * e + 1) % 4 for e in range(number)]  # uneven, and at least 2
         all_to_one = [[_ALL * (e == expert) for e in range(number)] for expert in sorted({0, number // 2, number - 1})]
         uneven = [[SIZES[(first + e) % len(SIZES)] for e in range(number)] for first in range(0, len(SIZES), number)]
-        return [(counts, ()) for counts in ([0] * number, *all_to_one, *uneven)]
+        self.shapes = [(counts, ()) for counts in ([0] * number, *all_to_one, *uneven)]
+
+    def make(self, seed: int) -> nn.Module:
+        return ExpertBuilder(self.config, self.config.num_layers - 1, seed).build(self.experts)
 
     def call(self, module: Any, case: Case) -> Outputs:
         """If the layer takes an order, each row has one choice, with weight 1."""
         x, counts_E = case.rows, torch.tensor(case.counts, device=case.x.device)
+        ids_M = torch.arange(len(counts_E), device=x.device).repeat_interleave(counts_E)
+        order = expert_order(ids_M[:, None], len(counts_E), len(x))
         if getattr(module, "takes_order", False):
-            ids_M = torch.arange(len(counts_E), device=x.device).repeat_interleave(counts_E)
-            order = expert_order(ids_M[:, None], len(counts_E), len(x))
             weights_M1 = x.new_ones(len(x), 1, dtype=torch.promote_types(x.dtype, torch.float32))
-            y_MD = call_layer("experts", module, x, order, weights_M1)
-        else:
-            y_MD = call_layer("experts", module, x, nn.functional.pad(counts_E.cumsum(0), (1, 0)).to(torch.int32))
-        return (y_MD,)
+            return (call_layer("experts", module, x, order, weights_M1),)
+        return (call_layer("experts", module, x, order.expert_offsets),)
 
 
 class Router(Subject):
@@ -328,15 +318,11 @@ class Router(Subject):
         "later tokens do not exist yet, and losses depend on the micro-batch size and the number of ranks"
     )
     adds_losses = True
+    counts = (24,)
+    shapes = tuple(((number,), ()) for number in (*SIZES[1:], sum(SIZES)))
 
     def make(self, seed: int) -> nn.Module:
         return build_router(self.config, 0)
-
-    def counts(self) -> Sequence[int]:
-        return [24]
-
-    def shapes(self) -> Iterable[tuple[Sequence[int], tuple[int, ...]]]:
-        return [([number], ()) for number in (*SIZES[1:], sum(SIZES))]
 
     def call(self, module: Any, case: Case) -> Outputs:
         """Weights and ids. An even number of tokens is two sequences. Weights of id -1, which have no effect, are 0."""
@@ -353,6 +339,11 @@ class Attention(Subject):
 
     kind, row, place = "attention", "sequence", "position {row[1]} of sequence {row[0]}"
     length, prefix = (8,), "layer."
+    counts = (3,)
+    shapes = tuple(
+        ((number,), (length,))
+        for number, length in ((1, 1), (65, 1), (1, 63), (2, 65), (1, 127), (3, 128), (1, 129), (9, 113))
+    )
     rule = (
         "A result must not depend on other sequences of its batch, nor on later tokens, which the model must predict: "
         "compute statistics within each sequence, and mask later positions, for example with is_causal=True"
@@ -360,13 +351,6 @@ class Attention(Subject):
 
     def make(self, seed: int) -> nn.Module:
         return _Runner(attention_class(self.config).build(self.config, layer=0))
-
-    def counts(self) -> Sequence[int]:
-        return [3]
-
-    def shapes(self) -> Iterable[tuple[Sequence[int], tuple[int, ...]]]:
-        shapes = (1, 1), (65, 1), (1, 63), (2, 65), (1, 127), (3, 128), (1, 129), (9, 113)
-        return [([number], (length,)) for number, length in shapes]
 
     def call(self, module: Any, case: Case) -> Outputs:
         module.cache, module.mask_B1SS = case.cache, case.mask_B1SS

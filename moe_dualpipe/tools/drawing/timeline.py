@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...messages import plural
-from ...schedule.actions import Forward, Overlap, members
-from ...schedule.schedule import Schedule
-from ...schedule.timeline import Timeline
+from ...schedule import Forward, Overlap, Schedule, Timeline, members
 from .tables import format_number, format_range
 
 COLORS = {"F": "#f6b26b", "B": "#93c47d", "I": "#bcd86a", "W": "#6fa8dc"}

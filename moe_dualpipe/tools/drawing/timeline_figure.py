@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...schedule.actions import Overlap
-from ...schedule.timeline import Timeline
+from ...schedule import Overlap, Timeline
 from .figures import new_figure, plain_text, save_figure
 from .timeline import (
     COLORS,

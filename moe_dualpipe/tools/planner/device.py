@@ -105,7 +105,12 @@ class Device:
 
         Example: with the curve [[1e9, 0.2], [1e11, 0.6]], 1e10 FLOPs reach 0.4.
         """
-        return _interpolate(getattr(self.efficiency, kind)[precision], flops)
+        curve: Curve = getattr(self.efficiency, kind)[precision]
+        after = bisect_right(curve, flops, key=lambda point: point[0])
+        if after in (0, len(curve)):
+            return curve[min(after, len(curve) - 1)][1]
+        (low, share), (high, next_share) = curve[after - 1 : after + 1]
+        return share + (next_share - share) * math.log(flops / low) / math.log(high / low)
 
 
 def load_device(name: str | Path) -> Device:
@@ -160,14 +165,6 @@ def _efficiency(value: Any) -> Any:
     if value["like"] not in device_names():
         raise ValueError(f"efficiency.like must be a device of this package: got {quoted(value['like'], 60)}")
     return _efficiency(strict_json.read_file(FOLDER / f"{value['like']}.json")["efficiency"]) | value
-
-
-def _interpolate(curve: Curve, flops: float) -> float:
-    after = bisect_right(curve, flops, key=lambda point: point[0])
-    if after in (0, len(curve)):
-        return curve[min(after, len(curve) - 1)][1]
-    (low, share), (high, next_share) = curve[after - 1 : after + 1]
-    return share + (next_share - share) * math.log(flops / low) / math.log(high / low)
 
 
 # ---- Transfers ----

@@ -246,14 +246,8 @@ def _recomputed(load: Workload, attn: float, mlp: float, clock: Clock) -> tuple[
     if "recomputation" not in clock.on:
         return 0.0, 0.0
     norms = clock.memory(load.rank_tokens * 2 * ELEMENT * load.shape.hidden)
-    match load.recompute:
-        case "norms":
-            return norms, norms
-        case "attention":
-            return attn, norms
-        case "full":
-            return attn, mlp
-    return 0.0, 0.0
+    added = {"none": (0.0, 0.0), "norms": (norms, norms), "attention": (attn, norms), "full": (attn, mlp)}
+    return added[load.recompute]
 
 
 # ---- Transfers ----

@@ -8,8 +8,7 @@ from typing import Any
 from ...messages import plural, printable
 from ...models import PRESETS
 from ...models.shape import ModelShape
-from ...schedule import NAMES
-from ...schedule.build import check_numbers
+from ...schedule import NAMES, check_numbers
 from ..drawing.tables import markdown
 from .layout_search import why_slower
 from .prediction import Estimate, routings

@@ -40,6 +40,8 @@ SYNCHRONIZING, ALLOCATING, LOADER, CHECKPOINT, OPTIMIZER, LAUNCHING, PYTHON, QUE
 KINDS = (COMPUTATION, SLOWED, COPY, TRANSFER, WAITING, *IDLE)
 LOST = KINDS[1:]
 """Kinds of lost time: everything except computation at full speed."""
+LEAST_SHARE = 0.01
+"""Lost time, and causes that would save less than this share of the window, are not reported."""
 
 _CALLS = (
     (SYNCHRONIZING, WAITS),

@@ -8,10 +8,9 @@ hidden nor exposed. All other times are sums of the account (account.py).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
-from operator import attrgetter
 from typing import Any
 
 from ...messages import plural, printable
@@ -153,19 +152,20 @@ COMPUTED = (
 """Properties of an analysis that are in its JSON object, too."""
 
 
-def analyze(trace: Trace, names: Names = NAMES, phases: Phases | None = None) -> tuple[Analysis, ...]:
-    """Return an analysis of each device with events, sorted by name. phases: those of the trace, if known."""
+def analyze(trace: Trace, names: Names = NAMES) -> tuple[Analysis, ...]:
+    """Return an analysis of each device with events, sorted by name."""
     trace = host_as_device(trace, names)
-    by_device = _group(trace.device_events, attrgetter("device"))
-    phases = phases or Phases(trace, names)
-    return tuple(_analyze(device, by_device[device], trace, names, phases) for device in sorted(by_device))
+    phases, devices = Phases(trace, names), sorted({event.device for event in trace.device_events})
+    return tuple(_analyze(device, trace, names, phases) for device in devices)
 
 
-def _analyze(device: str, events: Sequence[DeviceEvent], trace: Trace, names: Names, phases: Phases) -> Analysis:
-    by_kind = {"compute": [], "comm": [], "copy": []} | _group(events, names.kind_of)
+def _analyze(device: str, trace: Trace, names: Names, phases: Phases) -> Analysis:
+    events, by_kind = [event for event in trace.device_events if event.device == device], defaultdict(list)
+    for event in events:
+        by_kind[names.kind_of(event)].append(event)
     kernels, comm = (union(intervals_of(by_kind[kind])) for kind in ("compute", "comm"))
     copies = [event for event in by_kind["comm"] if category_of(event, "comm") == COPY_ENGINE]
-    divided = tuple(account(replace(trace, device_events=[*events]), names, phases))
+    divided = tuple(account(replace(trace, device_events=events), names, phases))
     return Analysis(
         device=device, account=divided, comm_us=union_length(comm),
         hidden_kernels_us=union_length(intersection(comm, kernels)),
@@ -178,9 +178,9 @@ def _analyze(device: str, events: Sequence[DeviceEvent], trace: Trace, names: Na
 
 
 def _phases(
-    by_kind: dict[str, list[DeviceEvent]], trace: Trace, phases: Phases, exposed: Intervals
+    by_kind: Mapping[str, Sequence[DeviceEvent]], trace: Trace, phases: Phases, exposed: Intervals
 ) -> tuple[Phase, ...]:
-    launched: dict[str, dict[str, list[DeviceEvent]]] = defaultdict(lambda: {kind: [] for kind in by_kind})
+    launched: dict[str, dict[str, list[DeviceEvent]]] = defaultdict(lambda: defaultdict(list))
     owners: dict[str, set[HostEvent]] = defaultdict(set)
     for kind, events in by_kind.items():
         for event in events:
@@ -191,15 +191,9 @@ def _phases(
     waits = {wait._replace(name=without_wait(wait.name)) for wait in trace.waits}
     starts = {name: min((owner.start for owner in owners[name]), default=inf) for name in launched if name}
     for name in sorted(starts, key=lambda name: starts[name]):
-        comm_exposed = union_length(intersection(union(intervals_of(launched[name]["comm"])), exposed))
-        compute, comm, copies = (sum(one.end - one.start for one in events) for events in launched[name].values())
-        times = len(owners[name] - waits) if owners[name] else len(launched[name]["comm"])
+        own = launched[name]
+        comm_exposed = union_length(intersection(union(intervals_of(own["comm"])), exposed))
+        compute, comm, copies = (sum(one.end - one.start for one in own[kind]) for kind in ("compute", "comm", "copy"))
+        times = len(owners[name] - waits) if owners[name] else len(own["comm"])
         found.append(Phase(name, max(times, 1), compute, comm, copies, comm_exposed))
     return tuple(found)
-
-
-def _group(events: Iterable[DeviceEvent], key: Callable[[DeviceEvent], str]) -> dict[str, list[DeviceEvent]]:
-    groups: dict[str, list[DeviceEvent]] = defaultdict(list)
-    for event in events:
-        groups[key(event)].append(event)
-    return groups

@@ -172,24 +172,20 @@ def _unmangled(name: str) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def _kind(name: str, category: str, comm: str | None, compute: str | None) -> Kind:
-    if category == "transfer":
-        return "comm"
-    if category == "operator":
-        return "compute"
-    return _own_rule(name, comm, compute) or _kind_by_table(name, category)
+    if category in ("transfer", "operator"):
+        return "comm" if category == "transfer" else "compute"
+    if own := _own_rule(name, comm, compute):
+        return own
+    function = function_name(name)
+    if category != "kernel" or _COPIES.search(function):
+        return "comm" if category == PEER_COPY or _PEER.search(name) else "copy"
+    return "comm" if _LIBRARIES.search(function) and not _COMPUTES.search(function) else "compute"
 
 
 def _own_rule(name: str, comm: str | None, compute: str | None) -> Kind | None:
     if compute is not None and re.search(compute, name):
         return "compute"
     return "comm" if comm is not None and re.search(comm, name) else None
-
-
-def _kind_by_table(name: str, category: str) -> Kind:
-    function = function_name(name)
-    if category != "kernel" or _COPIES.search(function):
-        return "comm" if category == PEER_COPY or _PEER.search(name) else "copy"
-    return "comm" if _LIBRARIES.search(function) and not _COMPUTES.search(function) else "compute"
 
 
 _COLLECTIVES = (

@@ -17,6 +17,7 @@ from .host import host_as_device
 from .pictures.picture import Picture, Work, work_of
 from .ranks import RankComparison, compare_traces, waits_for_ranks
 from .reading import read_traces
+from .report import analysis_text, compare_ranks, verdicts_text
 from .trace import DeviceEvent, Trace, TraceError
 from .windows import Choice, window_of
 
@@ -80,6 +81,18 @@ class TraceFiles:
         names = self.names if len(self.devices) > 1 else [self.devices[0].name]
         rows = zip(self.devices, names, shifts, strict=True)
         return [device.picture(f"{name}: ", shift) for device, name, shift in rows]
+
+    def as_text(self, phases: bool = False) -> str:
+        """The report of each device and, if there are several, a table that compares them."""
+        parts = []
+        for one in self.devices:
+            path = ", ".join(filter(None, [printable(one.path), printable(one.trace.label, 60)]))
+            parts.append("\n".join(filter(None, [path, one.left_out, analysis_text(one.analysis, phases)])))
+            parts.append(verdicts_text(one.analysis))
+        if len(self.devices) > 1:
+            sentences = [printable(sentence, 300) for sentence in self.comparison.sentences]
+            parts += [compare_ranks(self.names, [one.analysis for one in self.devices]), "\n".join(sentences)]
+        return "\n\n".join(filter(None, parts))
 
     def as_objects(self) -> list[dict[str, Any]]:
         """A JSON object for each device."""

@@ -26,7 +26,7 @@ from math import inf
 
 from ...overlap.labels import LINK_TRANSFER, LINK_WAIT, OWN_TRANSFERS, is_wait, letter_of, without_group, without_wait
 from .communication import Names
-from .trace import Collective, DeviceEvent, HostEvent, Trace
+from .trace import WAKE_UP, Collective, DeviceEvent, HostEvent, Trace
 
 _CALLS = re.compile(rf"c10d::|_?c10d_functional::|{OWN_TRANSFERS}::")
 _LAUNCHES = re.compile(rf"(?:c10d|{OWN_TRANSFERS})::(\w+)")
@@ -35,8 +35,8 @@ _POSTED = re.compile(r"gloo:(?:send|recv)")
 
 _LEAST_BLOCKED = 1000.0
 """Microseconds. A shorter collective is not taken for a wait."""
-_WAKE_UP, _WAKE_UP_SHARE = 500.0, 0.25
-"""A blocked thread goes on within so many microseconds after the transfer, or within this share of a longer wait."""
+_WAKE_UP_SHARE = 0.25
+"""A blocked thread goes on within WAKE_UP after the transfer, or within this share of a longer wait."""
 
 
 def host_as_device(trace: Trace, names: Names) -> Trace:
@@ -195,7 +195,7 @@ def _blocking(
             continue
         times = edges[call.thread]
         following = times[at] if (at := bisect_right(times, call.end)) < len(times) else inf
-        if 0 <= following - transfer.end <= max(_WAKE_UP, _WAKE_UP_SHARE * waited):
+        if 0 <= following - transfer.end <= max(WAKE_UP, _WAKE_UP_SHARE * waited):
             yield HostEvent(LINK_WAIT, call.end, following, call.thread)
 
 

@@ -54,7 +54,6 @@ DEEPSEEK = {
 MAX_COMM_SECONDS = 60.0
 """A link that takes longer is an error."""
 RUNS = "sequential", "overlapped"
-_SIZES = without_wait(SIZES_WAIT)
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,7 @@ def recorded_events(trace: Trace) -> list[Event]:
     for transfer in comm:
         name, launch = phases.name_of(transfer), trace.launch_of(transfer) or transfer
         time = max(transfer.end - max(transfer.start, reached), 0.0)
-        marks.append((launch.start, Begin(_SIZES if name.startswith(PREPARE) else name, time)))
+        marks.append((launch.start, Begin(without_wait(SIZES_WAIT) if name.startswith(PREPARE) else name, time)))
         reached = max(reached, transfer.end)
     marks.sort(key=lambda mark: mark[0])
     edges = np.array([-np.inf, *(time for time, _ in marks), np.inf])

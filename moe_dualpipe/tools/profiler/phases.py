@@ -23,7 +23,6 @@ _WRAPPERS = re.compile(
 )
 """Annotations that PyTorch writes around a user's code."""
 _INSTANCE = re.compile(r"_\d+$")
-_Found = dict[int, HostEvent]
 
 
 class Phases:
@@ -69,7 +68,7 @@ class Phases:
             return collective.name, group_name(collective)
         return (event.name, "") if event.category == "transfer" else ("", "")
 
-    def _find_owners(self, trace: Trace) -> _Found:
+    def _find_owners(self, trace: Trace) -> dict[int, HostEvent]:
         narrow = [event for event in trace.annotations if event.name not in self._broad]
         broad = [event for event in trace.annotations if event.name in self._broad]
         on_thread = trace.innermost_on_thread

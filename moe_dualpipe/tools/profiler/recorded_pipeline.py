@@ -16,9 +16,7 @@ from math import inf
 from typing import Any
 
 from ...overlap.labels import STEP_PARTS
-from ...schedule import Costs, Schedule, Timeline, simulate
-from ...schedule.actions import Action, Backward, Forward, Overlap
-from ...schedule.walk import Span
+from ...schedule import Action, Backward, Costs, Forward, Overlap, Schedule, Span, Timeline, simulate
 from ..drawing.tables import markdown
 from .communication import NAMES
 from .host import host_as_device

@@ -8,21 +8,16 @@ steps, whole recordings are compared.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...messages import plural, printable
 from ..drawing.tables import markdown
-from .account import KINDS, LOST, WAITING, Key, totals, without_next
+from .account import KINDS, LEAST_SHARE, LOST, WAITING, Key, totals, without_next
 from .analyze import Analysis
 from .doctor.verdict import Verdict
 from .doctor.view import MOST_EVENTS
 
-if TYPE_CHECKING:
-    from .files import TracedDevice, TraceFiles
-
 MAX_DETAILS = 8  # rows of lost times in an account
-LEAST_SHARE = 0.01
-"""A smaller share of the window is not reported as lost."""
 MOST_DETAILS = 12  # rows of differences
 HEALTHY = "All that is not computation at full speed takes less than 1% of the window, or has the causes above."
 
@@ -68,25 +63,10 @@ def account_rows(analyses: dict[str, Analysis], details: bool = False) -> list[l
     return rows
 
 
-def traces_text(files: "TraceFiles", phases: bool = False) -> str:
-    """Return the report of each device and, if there are several, a table that compares them."""
-    parts = []
-    for device in files.devices:
-        text = analysis_text(device.analysis, phases)
-        path = ", ".join(filter(None, [printable(device.path), printable(device.trace.label, 60)]))
-        parts.append("\n".join(filter(None, [path, device.left_out, text])))
-        parts.append(verdicts_text(device.analysis))
-    if len(files.devices) > 1:
-        sentences = [printable(sentence, 300) for sentence in files.comparison.sentences]
-        parts += [compare_ranks(files.names, files.devices), "\n".join(sentences)]
-    return "\n\n".join(filter(None, parts))
-
-
-def compare_ranks(names: Sequence[str], devices: Sequence["TracedDevice"]) -> str:
+def compare_ranks(names: Sequence[str], analyses: Sequence[Analysis]) -> str:
     """Return a table with one row per device."""
     rows = [["", "window, us", "computation", "communication", "exposed", "hidden", "waiting for a rank"]]
-    for name, device in zip(names, devices, strict=True):
-        a = device.analysis
+    for name, a in zip(names, analyses, strict=True):
         times = (a.window_us, a.kernel_compute_us, a.comm_us, a.exposed_comm_us)
         waited = f"{a.time_of(WAITING):,.0f}"
         rows.append([name, *(f"{time:,.0f}" for time in times), percent(a.hidden_fraction), waited])

@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 WAITS = re.compile(r"[Ss]ynchronize|Memcpy(?!.*Async)|^(?:ur|pi|ze)\w*(?:Finish|Wait)(?!WithBarrier)")
 """Names of calls in which the host waits for the device, of CUDA, HIP and SYCL."""
-
-
+CLOCK = 1.0
+"""Resolution of the clock, in microseconds."""
+WAKE_UP = 500.0
+"""Microseconds from the end of a transfer until a waiting thread of a CPU goes on, at most."""
 PEER_COPY = "peer copy"
 """The category of a copy to another device. Its name may not tell."""
 

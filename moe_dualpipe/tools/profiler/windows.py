@@ -19,9 +19,8 @@ from typing import Literal, NamedTuple
 
 from ...messages import plural, quoted
 from .communication import Names
-from .trace import DeviceEvent, HostEvent, Trace
+from .trace import CLOCK, DeviceEvent, HostEvent, Trace
 
-_CLOCK = 1.0  # microseconds
 _NAME = re.compile(r"(?:ProfilerStep|(?:train(?:ing)?[ _])?step|iter(?:ation)?)[ _#:=*]*(\d{1,9})$", re.IGNORECASE)
 _RANGE = re.compile(r"(\d{0,9}):(\d{0,9})|(\d{1,9})")
 
@@ -103,7 +102,7 @@ def annotated_steps(trace: Trace, processes: Collection[str] = ()) -> list[tuple
     steps = sorted((e for e in found if e.thread[0] in processes or not processes), key=lambda event: event.start)
     numbers = [int(match[1]) if (match := _NAME.match(step.name)) else -1 for step in steps]
     in_order = -1 not in numbers and all(a < b for a, b in pairwise(numbers))
-    apart = all(b.start >= a.end - _CLOCK for a, b in pairwise(steps))
+    apart = all(b.start >= a.end - CLOCK for a, b in pairwise(steps))
     return [*zip(numbers, steps, strict=True)] if in_order and apart else []
 
 

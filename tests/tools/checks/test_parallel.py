@@ -14,9 +14,7 @@ from moe_dualpipe.tools.checks.parallel import make_job
 from moe_dualpipe.tools.checks.run import (
     OTHER_ORDER,
     OTHER_ROWS,
-    REFERENCE,
     SAME_ORDER,
-    Comparison,
     Variant,
     default_variants,
     find_difference,
@@ -240,6 +238,6 @@ def count_calls(run):
 def test_a_layer_that_depends_on_its_neighbors_or_its_calls_is_located(patch, variant, where, tmp_path):
     job = replace(make_job(TrainConfig(model=MODEL, batch=BatchConfig(seq_len=6)), [variant]), on_rank=patch)
     file = tmp_path / "reference.pt"
-    record_reference(Comparison(job, REFERENCE, file))
-    _, problem = find_difference(Comparison(job, variant, file))
+    record_reference(job, file)
+    _, problem = find_difference(job, file, variant)
     assert problem.startswith(where and f"the first difference is in step 1, {where}") and bool(problem) == bool(where)

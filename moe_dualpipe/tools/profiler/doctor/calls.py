@@ -16,18 +16,15 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ....overlap.labels import is_wait, letter_of, without_wait
-from ..trace import WAITS, DeviceEvent, HostEvent, Trace
+from ..trace import CLOCK, WAITS, WAKE_UP, DeviceEvent, HostEvent, Trace
 
-CLOCK = 1.0
-"""Resolution of the clock, in microseconds."""
 POLL, AT_ONCE, BLOCKED = "polling for a number", "wait at once", "wait"
 """Names of waits that are not calls: a host that polls; a segment that waits for its own transfer; another wait."""
-WAKE_UP = 500.0
-"""Microseconds from the end of a transfer until a waiting thread of a CPU goes on, at most."""
+LONG_CALL = 100.0
+"""Microseconds. An ordinary launch takes 5 to 30; one that takes longer than this has waited."""
 
 _FREES = "cudaFree", "hipFree"  # wait, too
 _STREAM_WAIT = re.compile(r"StreamWaitEvent")
-_LONG_CALL = 100.0  # microseconds; an ordinary launch takes 5 to 30
 _LEAST_POLL = 1000.0  # microseconds; the host's own work between two calls is usually shorter
 _SOON = 100.0  # microseconds from the end of the transfer until a host that polls goes on
 _LEAST_GAP = 100.0  # microseconds; shorter gaps of a thread need no explanation
@@ -57,7 +54,7 @@ def calls_of_gpu(trace: Trace, events: Sequence[DeviceEvent], transfers: Sequenc
     for number, call in trace.launches.items():
         launches, waits = number in ends, call.name in _FREES or WAITS.search(call.name) is not None
         # a launch that outlasts its own kernel or copy waited for it, as for pageable memory
-        blocks = launches and call.end >= ends[number] and call.end - call.start > _LONG_CALL
+        blocks = launches and call.end >= ends[number] and call.end - call.start > LONG_CALL
         sync = blocks or (waits and call.thread in threads)
         if (sync or launches) and call.start < last:
             calls.append(Call(call.name, call.start, call.end, call.thread, sync, number))

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .calls import CLOCK, WAKE_UP
+from ..trace import CLOCK, WAKE_UP
 from .replay import (
     ASSUMED,
     DATA,

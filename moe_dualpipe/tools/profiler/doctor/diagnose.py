@@ -16,7 +16,7 @@ from graphlib import CycleError
 
 import numpy as np
 
-from ..account import COMPUTATION, LOST, SLOWED, Entry, Total, relabeled, spans_of, totals
+from ..account import COMPUTATION, LEAST_SHARE, LOST, SLOWED, Entry, relabeled, spans_of, totals
 from ..analyze import Analysis
 from ..communication import Names
 from ..intervals import EMPTY, Intervals, intersection, union, union_length
@@ -28,8 +28,6 @@ from .joint import JointGraph, join, shared_collectives
 from .replay import Graph, NodeTimes, replay, shorter
 from .slowdown import beside_us, cause_of, slowdowns_of
 
-LEAST_SHARE = 0.01
-"""Causes that would save a smaller share of the window are left out."""
 ROUNDS = 10
 """Maximum number of replays until computation and transfers that slow each other down have stable times."""
 SETTLED = 0.003
@@ -85,14 +83,9 @@ def _diagnosis(
         verdicts.append(replace(verdict, share=share, gain_us=gain, gain_fraction=fraction))
     verdicts.sort(key=lambda verdict: -(verdict.gain_us or 0.0))
     explained = ranks.explained(rank, causes, repaired) + origin
-    left = tuple(_lost(entries, explained))
+    explained_spans = [Entry(start, end, COMPUTATION) for start, end in explained.tolist()]
+    left = tuple(total for total in totals(relabeled(entries, explained_spans, LOST)) if total.kind in LOST)
     return replace(analysis, account=entries, verdicts=tuple(verdicts), unexplained=left)
-
-
-def _lost(entries: Sequence[Entry], explained: Intervals) -> list[Total]:
-    """The lost time outside of the `explained` spans, largest first."""
-    spans = [Entry(start, end, COMPUTATION) for start, end in explained.tolist()]
-    return [total for total in totals(relabeled(entries, spans, LOST)) if total.kind in LOST]
 
 
 def _repaired_gaps(device: Device, repaired: NodeTimes) -> Intervals:
@@ -118,8 +111,7 @@ class Ranks:
         self.found, self.of_host = list[Causes](), list[list[str]]()
         for device, own in zip(devices, self.slowdowns, strict=True):
             slowed_us = sum((slowdown.excess_us for slowdown in own), np.zeros(len(device.events)))
-            of_host = launching.find(device)
-            of_transfers = [*transfers.find_on_path(device), *transfers.find(device, names, slowed_us)]
+            of_host, of_transfers = launching.find(device), transfers.find(device, names, slowed_us)
             slowed = [cause_of(device, slowdown) for slowdown in own]
             self.of_host.append([cause.key for cause in of_host])
             self.found.append(_by_key([*of_host, *order.find(device), *of_transfers, *slowed]))

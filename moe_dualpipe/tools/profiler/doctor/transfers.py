@@ -20,7 +20,7 @@ from ..account import copy_name
 from ..categories import category_of_kernel
 from ..communication import kind_of_collective
 from ..intervals import EMPTY, Intervals, difference, intersection, length_before, union, union_length
-from .calls import CLOCK
+from ..trace import CLOCK
 from .device import COMM, COMPUTE, COPY, Device, FoundCause
 from .replay import DATA, SYNC, Floats, Graph, Ints, Mask, NodeTimes, shorter, without
 
@@ -48,11 +48,12 @@ _INTERLEAVED = 0.3
 
 
 def find(device: Device, rank_names: Sequence[str], slowed_us: Floats) -> list[FoundCause]:
-    """Find waits for other ranks, slow transfers, and small ones.
+    """Find exposed sends and receives of a pipeline, copies and fills; waits for other ranks; slow and small transfers.
 
     slowed_us: how much longer each event took because of computation beside it.
     """
-    return [*_imbalance(device, rank_names), *_long(device, device.own_us - slowed_us), *_small(device)]
+    longer = [*_imbalance(device, rank_names), *_long(device, device.own_us - slowed_us)]
+    return [*_pipeline(device), *_copies(device), *longer, *_small(device)]
 
 
 def _imbalance(device: Device, rank_names: Sequence[str]) -> list[FoundCause]:
@@ -138,11 +139,6 @@ def _joined_with_previous(graph: Graph, calls: Ints, nodes: Ints, moving: Floats
     lag[either] = np.minimum(lag[either], 0.0)
     duration[nodes], duration[calls] = np.minimum(moving, duration[nodes]), 0.0
     return replace(graph, edges=graph.edges._replace(lag=lag), duration=duration)
-
-
-def find_on_path(device: Device) -> list[FoundCause]:
-    """Find exposed sends and receives of a pipeline, copies and fills."""
-    return [*_pipeline(device), *_copies(device)]
 
 
 def _pipeline(device: Device) -> list[FoundCause]:

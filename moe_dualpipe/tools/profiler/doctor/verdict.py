@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _SMALLER = "Launch fewer and larger kernels: fused kernels, torch.compile, CUDA graphs, or larger micro-batches."
-_READ_LATER = "Leave the number on the device, read it later, or copy it into pinned memory without blocking."
 _LESS_MEMORY = "Send less: copies and kernels share the bandwidth of memory."
 _ACTIVITY = (
     "The host did this {times}, for {spent:,.0f} us in total.",
@@ -58,7 +57,8 @@ CAUSES: Mapping[str, Cause] = {
         ("In {count:,} gaps, Python ran between operators, or the system ran something else: {cost:,.0f} us in total, "
          "{most:,.0f} us at most.",)),
     "host-sync": Cause(
-        "The host waits for the device (.item(), .cpu()), so the queue is empty afterwards.", _READ_LATER,
+        "The host waits for the device (.item(), .cpu()), so the queue is empty afterwards.",
+        "Leave the number on the device, read it later, or copy it into pinned memory without blocking.",
         ("{call} and similar calls waited {count:,} times, {waited:,.0f} us in total.",
          "After {emptied:,} of these waits, nothing was computed until the next launch took effect: {cost:,.0f} us in "
          "total, {most:,.0f} us at most.")),

@@ -10,8 +10,8 @@ import numpy as np
 from ....overlap.labels import SUM_GRADIENTS, WEIGHTS, letter_of
 from ..communication import Names
 from ..phases import Phases
-from ..trace import Trace
-from .calls import CLOCK, calls_of_cpu, calls_of_gpu, queued_waits
+from ..trace import CLOCK, Trace
+from .calls import LONG_CALL, calls_of_cpu, calls_of_gpu, queued_waits
 from .replay import Floats, Ints, Mask, previous_of
 
 COMPUTE, COMM, COPY = range(3)
@@ -22,7 +22,6 @@ MOST_EVENTS = 300_000
 
 _LATENCY = 10.0  # at most so much of a launch's latency, beyond the call itself, is taken for unavoidable
 _FULL_QUEUE = 900  # launches block when about 1,000 are queued
-_BLOCKED = 100.0  # microseconds
 
 
 class View:
@@ -126,7 +125,7 @@ class View:
             return np.array([call.awaits for call in self.calls], np.int64)
         start, end, number = self.call_starts, self.call_ends, np.arange(len(self.calls))
         queued = np.searchsorted(np.sort(self.launch), number) - np.searchsorted(np.sort(self.start), start)
-        full = np.isin(number, self.launch) & (queued >= _FULL_QUEUE) & (end - start > _BLOCKED)
+        full = np.isin(number, self.launch) & (queued >= _FULL_QUEUE) & (end - start > LONG_CALL)
         by_end = np.argsort(self.end, kind="stable")
         awaited = np.full(len(self.calls), -1, np.int64)
         sync = np.array([call.sync for call in self.calls], bool)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
 
+from ....messages import natural_order
 from ..trace import Trace, TraceError
 from .chrome import WRITTEN_BY, ChromeTrace, Event, contents, read_chrome
 from .kineto import sort_events
@@ -21,11 +22,9 @@ __all__ = ["read_trace", "read_traces", "trace_paths"]
 
 _PROCESS = re.compile(r"(.*\D)\d+")
 _SUFFIXES = (".json", ".json.gz", ".sqlite")
-_KINDS = f"{', '.join(_SUFFIXES)} files"
 _START = 1 << 20  # bytes in which the list of events begins
 _EVENTS = re.compile(rb'\s*\[|.*?"traceEvents"', re.DOTALL)
 _OWN = WRITTEN_BY["writtenBy"].encode()
-_NUMBER = re.compile(r"(\d+)")
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -105,7 +104,7 @@ def _expanded(argument: Path) -> list[Path]:
     else:
         return [argument]
     if not found:
-        raise TraceError(f"{argument}: no trace {where}: traces are {_KINDS}")
+        raise TraceError(f"{argument}: no trace {where}: traces are {', '.join(_SUFFIXES)} files")
     return found
 
 
@@ -113,11 +112,7 @@ def _traces(paths: Iterable[Path]) -> list[Path]:
     """The traces among `paths`, sorted by name, in which a number counts as one; hidden files are left out."""
     files = [path for path in paths if path.name.lower().endswith(_SUFFIXES) and path.is_file()]
     visible = [path for path in files if not path.name.startswith(".")]  # macOS: "._rank0.json"
-    return sorted(filter(_is_trace, visible), key=lambda path: [*map(_place, _NUMBER.split(str(path)))])
-
-
-def _place(part: str) -> tuple[int, str]:
-    return (int(part[:18]), "") if part.isdecimal() else (0, part)
+    return sorted(filter(_is_trace, visible), key=lambda path: natural_order(str(path)))
 
 
 def _is_trace(path: Path) -> bool:

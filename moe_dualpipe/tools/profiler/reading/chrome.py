@@ -33,7 +33,6 @@ from ....messages import quoted
 from ..trace import Trace, TraceError
 
 WANTED = "name a trace of torch.profiler (.json, .json.gz) or an export of Nsight Systems (.sqlite)"
-DAMAGED_GZIP = "its gzip data is damaged"
 WRITTEN_BY = {"writtenBy": "moe-dualpipe profile"}
 """The value of "otherData" in the files for ui.perfetto.dev. They are not recordings."""
 _CHUNK = 1 << 16
@@ -102,7 +101,7 @@ def contents(path: Path, notes: list[str], most: int | None = None) -> bytes:
         except EOFError:  # the file is cut off, and so are its events
             pass
         except (zlib.error, gzip.BadGzipFile):
-            notes.append(DAMAGED_GZIP)
+            notes.append("its gzip data is damaged")
     return b"".join(parts)
 
 

@@ -29,7 +29,6 @@ TRANSFER = re.compile(rf"(nccl|gloo|ucc|mpi|xccl|{OWN_TRANSFERS}):(?!:)")
 _OWN_CALLS = re.compile(f"{OWN_TRANSFERS}::")
 _STEP = re.compile(r"ProfilerStep[#*]")
 _MODULE = "nn.Module: "
-_COPIES = "gpu_memcpy", "gpu_memset"
 _ON_DEVICES = re.compile(r"\bDtoD\b|DeviceToDevice")
 _LAUNCHES = (
     "cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver", "xpu_runtime", "xpu_driver", "privateuse1_runtime",
@@ -46,10 +45,7 @@ def sort_events(file: ChromeTrace, trace: Trace) -> None:
     trace.num_events = len(file.traceEvents)
     for event in file.traceEvents:
         sorter.take(event)
-    if trace.device_events:
-        trace.operators = []  # they are the work of the device only where the CPU is the device
-    _find_peer_copies(trace)
-    sorter.collectives.connect(trace)
+    sorter.complete()
 
 
 def _describe(file: ChromeTrace, trace: Trace) -> None:
@@ -76,16 +72,17 @@ def _group(fields: object) -> tuple[str, tuple[int, ...]] | None:
 
 
 class _Sorter:
-    """Puts each event into the list of the trace that its category belongs to."""
+    """Puts each event into the list of the trace that its category belongs to. Equal collectives are kept once."""
 
     def __init__(self, trace: Trace):
         self.trace = trace
-        self.collectives = RecordedCollectives()
+        self._collectives: dict[Collective, Collective] = {}
+        self._calls: list[tuple[HostEvent, Collective]] = []
         self._threads: dict[tuple[str, str], tuple[str, str]] = {}
         self._handlers: dict[str, Callable[[HostEvent, Event], None]] = {
             "kernel": self._kernel, "hpu_op": self._kernel, **dict.fromkeys(_LAUNCHES, self._launch),
             "user_annotation": self._annotation, "cpu_op": self._operator, "python_function": self._python,
-            **{category: partial(self._copy, category) for category in _COPIES},
+            **{category: partial(self._copy, category) for category in ("gpu_memcpy", "gpu_memset")},
         }  # fmt: skip
 
     def take(self, event: Event) -> None:
@@ -116,7 +113,7 @@ class _Sorter:
         arguments = self._arguments(event)
         grid = arguments.get("grid")
         blocks = math.prod(whole(size) or 0 for size in grid) if isinstance(grid, list) and len(grid) <= 3 else 0
-        collective = self.collectives.read(arguments) if "Collective name" in arguments else None
+        collective = self._collective(arguments) if "Collective name" in arguments else None
         self._add("kernel", timed, arguments, blocks=blocks, collective=collective)
 
     def _copy(self, category: str, timed: HostEvent, event: Event) -> None:
@@ -158,20 +155,57 @@ class _Sorter:
     def _operator(self, timed: HostEvent, event: Event) -> None:
         (self.trace.transfers if TRANSFER.match(timed.name) else self.trace.operators).append(timed)
         if timed.name == "record_param_comms" and "Collective name" in (arguments := self._arguments(event)):
-            self.collectives.add_call(timed, arguments)
+            collective = self._collective(arguments)
+            if collective.name not in _NOT_TRANSFERS:
+                self._calls.append((timed, collective))
+
+    def _collective(self, arguments: dict[str, Any]) -> Collective:
+        """The collective in the arguments of an event."""
+        name = str(arguments["Collective name"])
+        num_ranks = whole(arguments.get("Group size")) or 0
+        peer = arguments.get("Dst Rank" if "send" in name.lower() else "Src Rank")
+        found = Collective(
+            name, str(arguments.get("Process Group Name", arguments.get("Process Group ID", ""))),
+            str(arguments.get("Process Group Description", "")), _ranks(arguments, num_ranks), num_ranks,
+            size(arguments.get("In msg nelems")), size(arguments.get("Out msg nelems")),
+            str(arguments.get("dtype", "")), whole(arguments.get("Seq")), whole(peer),
+        )  # fmt: skip
+        return self._collectives.setdefault(found, found)
 
     def _python(self, timed: HostEvent, _: Event) -> None:
         if timed.name.startswith(_MODULE):
             self.trace.modules.append(timed._replace(name=sys.intern(timed.name.removeprefix(_MODULE))))
 
+    def complete(self) -> None:
+        """Add to the device events what only the whole trace tells.
 
-def _find_peer_copies(trace: Trace) -> None:
-    """Memory that other ranks share looks local, so a copy to it is "DtoD": the annotation says where it goes."""
-    for i, event in enumerate(trace.device_events):
+        Transfers without a collective get that of the call that launched them, or the name of the transfer around it.
+        """
+        trace = self.trace
+        if trace.device_events:
+            trace.operators = []  # they are the work of the device only where the CPU is the device
+        of_call = {id(call): collective for call, collective in self._calls}
+        around = trace.innermost_around([call for call, _ in self._calls])
+        named = trace.innermost_on_thread(trace.transfers)
+        known: dict[int | None, Collective] = {}
+        known |= {number: Collective(call.name.partition(":")[2]) for number, call in named.items()}
+        known |= {number: of_call[id(call)] for number, call in around.items()}
+        trace.device_events = [self._completed(event, known) for event in trace.device_events]
+
+    def _completed(self, event: DeviceEvent, known: dict[int | None, Collective]) -> DeviceEvent:
+        """The event as a copy to another device, if it is one, and with its collective and the ranks of its group."""
         if event.category == "gpu_memcpy" and _ON_DEVICES.search(event.name):
-            owner = trace.annotation_of(event)
+            # memory that other ranks share looks local: the annotation says where a copy goes
+            owner = self.trace.annotation_of(event)
             if owner is not None and is_exchange(owner.name):
-                trace.device_events[i] = event._replace(category=PEER_COPY)
+                event = event._replace(category=PEER_COPY)
+        found, groups = event.collective, self.trace.groups
+        if found is None and event.correlation in known and NAMES.kind_of(event) == "comm":
+            found = known[event.correlation]
+        if found is not None and not found.ranks and found.group in groups:
+            found = found._replace(ranks=groups[found.group])
+            found = self._collectives.setdefault(found, found)
+        return event if found is event.collective else event._replace(collective=found)
 
 
 def time_of(value: object) -> float | None:
@@ -200,49 +234,6 @@ def size(value: object) -> int | None:
     return value if type(value) is int and 0 <= value < 2**63 else None
 
 
-class RecordedCollectives:
-    """The collectives of one trace. Equal ones are kept once."""
-
-    def __init__(self) -> None:
-        self._known: dict[Collective, Collective] = {}
-        self._calls: list[tuple[HostEvent, Collective]] = []
-
-    def read(self, arguments: dict[str, Any]) -> Collective:
-        """The collective in the arguments of an event."""
-        name = str(arguments["Collective name"])
-        num_ranks = whole(arguments.get("Group size")) or 0
-        peer = arguments.get("Dst Rank" if "send" in name.lower() else "Src Rank")
-        found = Collective(
-            name, str(arguments.get("Process Group Name", arguments.get("Process Group ID", ""))),
-            str(arguments.get("Process Group Description", "")), _ranks(arguments, num_ranks), num_ranks,
-            size(arguments.get("In msg nelems")), size(arguments.get("Out msg nelems")),
-            str(arguments.get("dtype", "")), whole(arguments.get("Seq")), whole(peer),
-        )  # fmt: skip
-        return self._known.setdefault(found, found)
-
-    def add_call(self, call: HostEvent, arguments: dict[str, Any]) -> None:
-        """Take note of a call of a collective on the host."""
-        collective = self.read(arguments)
-        if collective.name not in _NOT_TRANSFERS:
-            self._calls.append((call, collective))
-
-    def connect(self, trace: Trace) -> None:
-        """Give transfers the collective of the call that launched them, or its name, if they have none.
-
-        Groups whose ranks are not recorded with the collective take them from the list of groups.
-        """
-        by_call = {id(call): collective for call, collective in self._calls}
-        around = trace.innermost_around([call for call, _ in self._calls])
-        _connect(trace, {number: by_call[id(call)] for number, call in around.items()})
-        named = trace.innermost_on_thread(trace.transfers)
-        _connect(trace, {number: Collective(call.name.partition(":")[2]) for number, call in named.items()})
-        for i, event in enumerate(trace.device_events):
-            found = event.collective
-            if found is not None and not found.ranks and found.group in trace.groups:
-                known = found._replace(ranks=trace.groups[found.group])
-                trace.device_events[i] = event._replace(collective=self._known.setdefault(known, known))
-
-
 def _ranks(arguments: dict[str, Any], num_ranks: int) -> tuple[int, ...]:
     """The ranks of a group; kineto elides long lists, such as "[0, 1, ..., 63]"."""
     words = str(arguments.get("Process Group Ranks", "")).strip("[]").replace(",", " ").split()
@@ -253,10 +244,3 @@ def _ranks(arguments: dict[str, Any], num_ranks: int) -> tuple[int, ...]:
         if first is not None and step and num_ranks < 1 << 20:
             ranks = tuple(range(first, first + step * num_ranks, step))
     return ranks if len(ranks) == num_ranks or not num_ranks else ()
-
-
-def _connect(trace: Trace, known: dict[int, Collective]) -> None:
-    """Give transfers without a collective the one with their correlation id."""
-    for i, event in enumerate(trace.device_events if known else ()):
-        if event.correlation in known and event.collective is None and NAMES.kind_of(event) == "comm":
-            trace.device_events[i] = event._replace(collective=known[event.correlation])

@@ -15,7 +15,6 @@ from moe_dualpipe.data import strict_json
 from moe_dualpipe.tools.profiler import TraceError, read_trace
 from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.reading import trace_paths
-from moe_dualpipe.tools.profiler.report import traces_text
 from tests.support.mutations import VALUES, check_message, mutations
 from tests.support.traces import annotation, kernel, launch, operator, write
 
@@ -175,7 +174,7 @@ def test_every_wrong_value_in_a_trace_is_refused_or_analyzed(tmp_path):
             assert str(error).startswith(f"{path}: ")
             continue
         analyzed += 1
-        report = traces_text(found, phases=True)
+        report = found.as_text(phases=True)
         assert all(line.isprintable() and len(line) < 1000 for line in report.splitlines())
         strict_json.parse(strict_json.write(objects := found.as_objects()))
         json.dumps(objects, allow_nan=False)  # without replacing anything
