@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -129,18 +128,6 @@ class Windows:
         return rows_BS[:, :-1].contiguous(), rows_BS[:, 1:].contiguous()
 
 
-class Program(Protocol):
-    def restart(self, seed: int) -> None:
-        """Start again from the initial weights of this seed."""
-        ...
-
-    def step(self, inputs_BS: Tensor, labels_BS: Tensor, lr: float) -> float: ...
-
-    def held_out_loss(self) -> float:
-        """In nats per character."""
-        ...
-
-
 class Own(Ours):
     def __init__(self, text: Windows, model: ModelConfig, optimizer: str, bias_rate: float = 0.003):
         options = text.options
@@ -157,6 +144,7 @@ class Own(Ours):
         self.initial = {name: tensor.clone() for name, tensor in self.trainer.state().items()}
 
     def restart(self, seed: int) -> None:
+        """Start again from the initial weights of this seed."""
         state = self.trainer.state()
         for name, tensor in self.initial.items():
             state[name].copy_(tensor)
@@ -165,6 +153,7 @@ class Own(Ours):
         self.trainer.optimizer.after_load(0)
 
     def held_out_loss(self) -> float:
+        """In nats per character."""
         return self.trainer.validation_loss()
 
 
@@ -192,6 +181,7 @@ class HuggingFace(Transformers):
         return statistics.fmean(self.loss(*batch).item() for batch in batches)
 
 
+Program = Own | HuggingFace
 QWEN = {
     "num_experts": TINY.num_experts, "num_experts_per_tok": TINY.experts_per_token, "decoder_sparse_step": 1,
     "mlp_only_layers": [0], "moe_intermediate_size": TINY.expert_size, "norm_topk_prob": True,
