@@ -26,7 +26,6 @@ threads, they are wall times.
 import dataclasses
 import gc
 import importlib.metadata
-import itertools
 import os
 import statistics
 import tempfile
@@ -40,7 +39,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moe_dualpipe.checkpoint import global_weights
 from moe_dualpipe.checkpoint.huggingface import save_pretrained
@@ -48,15 +46,11 @@ from moe_dualpipe.command_line import program_options
 from moe_dualpipe.integrations.transformers import NAME, register
 from moe_dualpipe.kernels.products import Library, choose_products, use_products
 from moe_dualpipe.models import PRESETS, ModelConfig, build_model
-from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.training import config as training
-from moe_dualpipe.training.options import Request
-from moe_dualpipe.training.resolve import prepare
-from moe_dualpipe.training.rules import Given
-from moe_dualpipe.training.step import Trainer
 
-from .common import full_range, new_adamw, ratios, table, take_turns
+from .common import full_range, ratios, table, take_turns
+from .programs import Ours, Transformers
 
 AUTO = choose_products("auto", "cpu")
 OTHER: Library = "mkl" if AUTO == "onednn" else "onednn"
@@ -103,70 +97,32 @@ Step = Callable[[Tensor, Tensor], float]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The initial weights, also by their names in checkpoints, and a folder with them in the format of Hugging Face."""
+    """A size, its initial weights by their names in checkpoints, and a folder with them in Hugging Face's format."""
 
+    size: Size
     weights: dict[str, Tensor]
-    by_global_name: dict[str, Tensor]
     folder: Path
 
 
-def ours(size: Size, start: Start, compile: Literal["whole", "on", "off"], products: Library = AUTO) -> Step:
-    no_tokens = torch.zeros(size.batch, dtype=torch.long)
-    batches = {0: (no_tokens, no_tokens)}
+def ours(start: Start, compile: Literal["whole", "on", "off"], products: Library = AUTO) -> Ours:
+    size = start.size
     config = training.TrainConfig(
         model=size.model, steps=10**9, optim=OPTIM, parallel=training.ParallelConfig(schedule="1f1b"),
         batch=training.BatchConfig(batch_size=size.batch[0], micro_batch_size=size.batch[0], seq_len=size.batch[1]),
         compute=training.ComputeConfig(device="cpu", compile=compile, products=products),
     )  # fmt: skip
-    trainer = Trainer(
-        prepare(
-            Request(config), Launch(0, 0, 1, 1), Given(start.by_global_name, batches.__getitem__), from_command=False
-        )
-    )
-    numbers = itertools.count(1)
-
-    def step(inputs_BS: Tensor, labels_BS: Tensor) -> float:
-        number = next(numbers)
-        batches[number] = inputs_BS, labels_BS
-        if size.update:
-            return trainer.step(number).record["loss"]
-        losses = trainer.training_losses(number)
-        trainer.optimizer.drop_gradients()
-        return losses[0].item()
-
-    return step
+    return Ours(config, torch.zeros(size.batch, dtype=torch.long), start.weights)
 
 
-def hugging_face(size: Size, start: Start, experts: str, compiled: bool) -> Step:
+def hugging_face(start: Start, experts: str, compiled: bool) -> Transformers:
     from transformers import AutoModelForCausalLM
 
     register()
     model = AutoModelForCausalLM.from_pretrained(start.folder, experts_implementation=experts).train()
-    run = torch.compile(model) if compiled else model
-
-    def loss(inputs_BS: Tensor, labels_BS: Tensor) -> Tensor:
-        return F.cross_entropy(run(inputs_BS, use_cache=False).logits.flatten(0, 1), labels_BS.flatten())
-
-    return _trained(size, [*model.parameters()], loss)
+    return Transformers(model, compiled, OPTIM)
 
 
-def _trained(size: Size, parameters: list[Tensor], loss_of: Callable[..., Tensor]) -> Step:
-    """One training step, written without a framework."""
-    adamw = new_adamw(parameters, OPTIM)
-
-    def step(*batch: Tensor) -> float:
-        loss = loss_of(*batch)
-        loss.backward()
-        if size.update:
-            torch.nn.utils.clip_grad_norm_(parameters, OPTIM.clip or torch.inf)
-            adamw.step()
-        adamw.zero_grad()
-        return loss.item()
-
-    return step
-
-
-PROGRAMS: dict[str, Callable[[Size, Start], Step]] = {
+PROGRAMS: dict[str, Callable[[Start], Ours | Transformers]] = {
     OURS: partial(ours, compile="whole"),
     f"{OURS}, {OTHER}": partial(ours, compile="whole", products=OTHER),
     "ours, parts compiled": partial(ours, compile="on"),
@@ -191,16 +147,15 @@ def built(size: Size, names: Sequence[str]) -> Iterator[dict[str, Step]]:
     steps = {}
     with tempfile.TemporaryDirectory() as folder, join_world("cpu"):
         model = build_model(size.model)
-        weights = {name: p.detach() for name, p in model.named_parameters()}
-        start = Start(weights, global_weights(model), Path(folder, "hf"))
+        start = Start(size, global_weights(model), Path(folder, "hf"))
         save_pretrained(model, start.folder)
         tokens_BS = torch.zeros(size.batch, dtype=torch.long)
         for name in names:
             try:
                 if "compiled" in name:
-                    PROGRAMS[name](size, start)(tokens_BS, tokens_BS)
+                    PROGRAMS[name](start).step(tokens_BS, tokens_BS, update=size.update)
                     gc.collect()  # frees the weights of this first build
-                steps[name] = PROGRAMS[name](size, start)
+                steps[name] = partial(PROGRAMS[name](start).step, update=size.update)
             except Exception as error:  # any error of another library, or of a compiler
                 print(f"without {name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
         yield steps

@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, get_args
 from unittest import mock
 
@@ -65,21 +66,15 @@ _LOGS: dict[str, str] = {}
 """What ptxas printed, by the hash that Triton gives a kernel: a process compiles a kernel once."""
 
 
-class _NoGPU:
+def _no_gpu(arch: str) -> Any:
     """Stands in for Triton's driver: answers what compilation needs, without a device."""
-
-    utils = None
-
-    def __init__(self, arch: str):
-        self.get_current_target = lambda: TARGETS[arch]
+    return SimpleNamespace(
+        utils=None, get_current_target=lambda: TARGETS[arch],
         # Triton caches compiled kernels by device number, so each architecture gets its own number.
-        self.get_current_device = lambda: list(TARGETS).index(arch)
-
-    get_current_stream = staticmethod(lambda _device=0: 0)
-    set_current_device = staticmethod(lambda _device: None)
-    get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
-    get_device_interface = staticmethod(lambda: torch.cpu)
-    map_python_to_cpp_type = staticmethod(lambda ty: ty)
+        get_current_device=lambda: list(TARGETS).index(arch), set_current_device=lambda _device: None,
+        get_current_stream=lambda _device=0: 0, get_active_torch_device=lambda: torch.device("cpu"),
+        get_device_interface=lambda: torch.cpu, map_python_to_cpp_type=lambda ty: ty,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -101,7 +96,7 @@ def compiling(arch: str) -> Iterator[list[Built]]:
         stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
         for module in (fp8, gemm, swiglu, wgrad):
             stack.enter_context(mock.patch.object(module, "arch_of", lambda _device: arch))
-        driver.set_active(_NoGPU(arch))  # type: ignore[arg-type]
+        driver.set_active(_no_gpu(arch))
         try:
             yield compiled
         finally:

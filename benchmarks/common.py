@@ -1,16 +1,8 @@
-"""What several benchmarks share: cases that take turns, tables, and the options of a small run."""
+"""What several benchmarks share: cases that take turns, and tables."""
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
-
-import torch
-from torch import Tensor
-
-from moe_dualpipe.models import PRESETS
-from moe_dualpipe.schedule import default_micro_batches
-from moe_dualpipe.training import config as training
 
 Case = TypeVar("Case")
 Result = TypeVar("Result")
@@ -46,23 +38,3 @@ def table(columns: str, rows: Iterable[Sequence[str]]) -> str:
     """Format a Markdown table. columns: their names, separated by " | "."""
     rule = f"|{'---|' * (columns.count(' | ') + 1)}"
     return "\n".join([f"| {columns} |", rule, *(f"| {' | '.join(cells)} |" for cells in rows)])
-
-
-def run_options(ranks: int, parallel: training.ParallelConfig, out: str, preset: str = "tiny") -> training.TrainConfig:
-    """The options of a training run on CPUs in the folder `out`, with at least two layers per pipeline rank."""
-    model = PRESETS[preset]
-    return training.TrainConfig(
-        model=dataclasses.replace(model, num_layers=max(model.num_layers, 2 * ranks)), parallel=parallel,
-        batch=training.BatchConfig(batch_size=2 * default_micro_batches(ranks), micro_batch_size=2),
-        compute=training.ComputeConfig(device="cpu"), checkpoint=training.CheckpointConfig(out=out),
-        health=training.HealthConfig(timeout=60.0),
-    )  # fmt: skip
-
-
-def new_adamw(parameters: Iterable[Tensor], optim: training.OptimizerConfig) -> torch.optim.AdamW:
-    """torch's fused AdamW, with weight decay of matrices only."""
-    matrices, vectors = [], []
-    for parameter in parameters:
-        (matrices if parameter.ndim > 1 else vectors).append(parameter)
-    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=optim.peak, betas=(optim.beta1, optim.beta2), fused=True)

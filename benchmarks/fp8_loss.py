@@ -83,6 +83,13 @@ class NoScales(Fp8Recipe):
         return Fp8Matrix(rounded, x_RC.new_ones(len(x_RC), 1).float(), 1, x_RC.shape[1])
 
 
+class Records(list[dict[str, Any]]):
+    """Keeps what a run logs."""
+
+    def log(self, record: dict[str, Any]) -> None:
+        self.append(record)
+
+
 def train(case: str, seed: int, options: Options) -> Losses:
     (fp8, recipe), dtype = CASES[case], "float32" if case == "float32" else "bfloat16"
     config = training.TrainConfig(
@@ -91,16 +98,11 @@ def train(case: str, seed: int, options: Options) -> Losses:
         compute=training.ComputeConfig(device="cpu", dtype=dtype, fp8=fp8, fp8_recipe=recipe),
         sample=training.SampleConfig(sample_tokens=0),
     )  # fmt: skip
-    found = {"loss": [], "validation_loss": []}
-
-    class Sink:
-        def log(self, record: dict) -> None:
-            for name, values in found.items():
-                values += [record[name]] if name in record else []
-
+    records = Records()
     with mock.patch.dict(RECIPES, {"ue8m0": NoScales()} if case == "no scales" else {}):
-        training.train(config, log=[Sink()], verbose=False)
-    losses = Losses(found["loss"], found["validation_loss"][-1])
+        training.train(config, log=[records], verbose=False)
+    validation = [record["validation_loss"] for record in records if "validation_loss" in record]
+    losses = Losses([record["loss"] for record in records if "loss" in record], validation[-1])
     print(f"{case}, seed {seed}: {losses.final[0]:.4f}, {losses.final[1]:.4f}", file=sys.stderr)
     return losses
 

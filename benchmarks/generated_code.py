@@ -49,7 +49,7 @@ class Built(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled kernel. sizes: D x F. matrix: number of matrix instructions. spills: bytes, or registers on AMD."""
+    """A compiled kernel. sizes: D x F. matrix: number of matrix instructions."""
 
     kernel: str
     arch: str
@@ -57,7 +57,6 @@ class Compiled:
     sizes: str
     tma: bool
     registers: int
-    spills: int
     shared: int
     matrix: int
     problems: tuple[str, ...]
@@ -75,7 +74,7 @@ def describe(built: Built, arch: str, dtype: str, sizes: tuple[int, ...] = ()) -
         registers, spills = (_number(rf"\.{key}:\s*(\d+)", text) for key in ("vgpr_count", "vgpr_spill_count"))
         problems += [f"{spills} spilled"] if spills else []
         matrix = text.count("v_mfma")
-        return Compiled(name, arch, dtype, shape, False, registers, spills, shared, matrix, tuple(problems))
+        return Compiled(name, arch, dtype, shape, False, registers, shared, matrix, tuple(problems))
     ptx = kernel.asm["ptx"]
     registers = _number(r"Used (\d+) registers", log)
     spills = _number(r"(\d+) bytes spill stores", log) + _number(r"(\d+) bytes spill loads", log)
@@ -94,7 +93,7 @@ def describe(built: Built, arch: str, dtype: str, sizes: tuple[int, ...] = ()) -
     problems += signal_problems(ptx) if name in {*TRANSFERS, "release", "wait_for_ranks"} else []
     problems += sorted(set(re.findall(r"C75\d\d", log)))
     tma = "cp.async.bulk.tensor" in ptx
-    return Compiled(name, arch, dtype, shape, tma, registers, spills, shared, matrix, tuple(problems))
+    return Compiled(name, arch, dtype, shape, tma, registers, shared, matrix, tuple(problems))
 
 
 def product_loop(assembly: str, contents: re.Pattern[str] = _PRODUCT) -> str:

@@ -53,18 +53,6 @@ class Options:
     """Ratios of communication to computation time."""
 
 
-def pair_step(model: TransformerStage, x: Tensor, loss: Tensor) -> Tensor:
-    """The forward of `x` overlapped with the backward of `loss`. Returns the loss of `x`."""
-    step = TransformerStage.overlapped_forward_backward
-    result = step(model, [x], next_token_loss, [x], model, loss, None, None)[1]
-    assert result is not None
-    return result
-
-
-def two_micro_batches() -> Tensor:
-    return torch.randint(MODEL.vocab_size, (2, SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0))
-
-
 class Pair:
     """The forward of one micro-batch and the backward of another on one stage, over a modeled link."""
 
@@ -72,7 +60,8 @@ class Pair:
         self.ep = Loopback(MODEL.num_experts, RANKS)
         context = LoopbackContext(cp, self.ep) if cp > 1 else None
         self.model = build_model(MODEL, self.ep, options=StageOptions(recompute=recompute, context=context))
-        self.x, self.y = two_micro_batches()
+        generator = torch.Generator().manual_seed(0)
+        self.x, self.y = torch.randint(MODEL.vocab_size, (2, SEQUENCES, LENGTH), generator=generator)
         self.prepared_bytes = 0
 
     def sequential(self, link: Link) -> float:
@@ -83,7 +72,8 @@ class Pair:
 
     def overlapped(self, link: Link) -> float:
         loss, start = self._forward(link), time.perf_counter()
-        pair_step(self.model, self.y, loss)
+        step, y = TransformerStage.overlapped_forward_backward, [self.y]
+        step(self.model, y, next_token_loss, y, self.model, loss, None, None)
         return time.perf_counter() - start
 
     def _forward(self, link: Link) -> Tensor:
@@ -184,18 +174,18 @@ def host_part(options: Options) -> None:
     us = {name: 1e6 * statistics.median(values) / segments for name, values in seconds.items()}
     rows = [
         [name, f"{us[name]:.1f}", ratio, f"{us[name] * SEGMENTS / PAIR_MS / 1e3:.1%}"]
-        for name, _, ratio in compared(seconds, ".2f")
+        for name, _, ratio in compared(seconds)
     ]
     columns = f"{segments} segments | us per segment | / plain autograd (range over rounds) | of the H100's time"
     print(table(columns, rows))
 
 
-def compared(seconds: dict[str, list[float]], form: str) -> list[list[str]]:
+def compared(seconds: dict[str, list[float]]) -> list[list[str]]:
     """A row for each case: name, ms, and the ratio to the first case."""
     base, rows = next(iter(seconds.values())), []
     for name, measured in seconds.items():
         ratio = statistics.median(measured) / statistics.median(base)
-        rows.append([name, ms(statistics.median(measured)), f"{ratio:{form}} ({full_range(ratios(measured, base))})"])
+        rows.append([name, ms(statistics.median(measured)), f"{ratio:.2f} ({full_range(ratios(measured, base))})"])
     return rows
 
 
@@ -212,7 +202,7 @@ def recompute_part(options: Options) -> None:
             loss = next_token_loss(pair.model(pair.x), pair.x)
         saved[level] = sum(event.self_cpu_memory_usage for event in profile.key_averages()) / 2**20
         del loss
-    times = compared(take_turns(options.rounds, cases, WARM_UP), ".2f")
+    times = compared(take_turns(options.rounds, cases, WARM_UP))
     rows = [[name, f"{saved[name]:.1f}", f"{saved[name] / saved['none']:.2f}", *rest] for name, *rest in times]
     print(table("recompute | MiB saved | / none | ms per pair | / none (range over rounds)", rows))
 

@@ -8,25 +8,25 @@ slows all of them alike. The table gives the median step over all rounds, the ra
 ratio to one process with as many threads as there are ranks.
 """
 
+import multiprocessing
 import os
 import statistics
 import tempfile
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from benchmarks.common import full_range, run_options, table, take_turns
+from benchmarks.common import full_range, table, take_turns
+from benchmarks.programs import new_trainer
 from moe_dualpipe.command_line import program_options
+from moe_dualpipe.models import PRESETS
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.training.config import ParallelConfig
-from moe_dualpipe.training.options import Request
-from moe_dualpipe.training.resolve import prepare
-from moe_dualpipe.training.step import Trainer
+from moe_dualpipe.schedule import default_micro_batches
+from moe_dualpipe.training import BatchConfig, ComputeConfig, HealthConfig, ParallelConfig, TrainConfig
 
 WARM_UP = 2
 
@@ -47,24 +47,34 @@ class Options:
     """Schedules to run. If the number of ranks is odd, those that need an even number are skipped."""
 
 
-def _measure(rank: int, options: Options, schedule: str, world_size: int, threads: int, out: str, results: Any) -> None:
+def run_options(options: Options, schedule: str) -> TrainConfig:
+    """A training run on CPUs, with at least two layers per pipeline rank."""
+    model = PRESETS[options.preset]
+    return TrainConfig(
+        model=replace(model, num_layers=max(model.num_layers, 2 * options.ranks)),
+        parallel=ParallelConfig(schedule=schedule),
+        batch=BatchConfig(batch_size=2 * default_micro_batches(options.ranks), micro_batch_size=2),
+        compute=ComputeConfig(device="cpu"), health=HealthConfig(timeout=60.0),
+    )  # fmt: skip
+
+
+def _measure(rank: int, options: Options, schedule: str, world_size: int, threads: int, out: str) -> list[float]:
+    """The seconds of each timed step on this rank."""
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world_size)
-    config = run_options(options.ranks, ParallelConfig(schedule=schedule), out, options.preset)
-    trainer = Trainer(prepare(Request(config), Launch(rank, rank, world_size, world_size)))
+    trainer = new_trainer(run_options(options, schedule), Launch(rank, rank, world_size, world_size))
     seconds = [trainer.step(step).record["seconds"] for step in range(WARM_UP + options.steps)]
-    if rank == 0:
-        results.put(seconds[WARM_UP:])
     dist.destroy_process_group()
+    return seconds[WARM_UP:]
 
 
 def one_round(options: Options, schedule: str, world_size: int, threads: int) -> list[float]:
     """Time the steps of one configuration in new processes; returns their seconds."""
-    with tempfile.TemporaryDirectory() as out:
-        results = mp.get_context("spawn").SimpleQueue()
-        arguments = (options, schedule, world_size, threads, out, results)
-        mp.start_processes(_measure, arguments, nprocs=world_size, start_method="spawn")
-        return results.get()
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as out, ProcessPoolExecutor(world_size, mp_context=spawn) as pool:
+        ranks = [pool.submit(_measure, rank, options, schedule, world_size, threads, out) for rank in range(world_size)]
+        first, *_ = [rank.result() for rank in ranks]
+    return first
 
 
 def main() -> None:
@@ -76,7 +86,7 @@ def main() -> None:
     cases |= {f"{name}, {ranks} ranks": partial(one_round, options, name, ranks, 1) for name in names}
     rounds = take_turns(options.rounds, cases)
     medians = {name: statistics.median(chain(*measured)) for name, measured in rounds.items()}
-    config = run_options(ranks, ParallelConfig(), "", options.preset)
+    config = run_options(options, "1f1b")
     layers, batch = config.model.num_layers, config.batch
     tokens = batch.batch_size * batch.seq_len
     rows = []

@@ -8,18 +8,23 @@ steps. The other ranks are not there: each group answers as if they had sent wha
 this rank's own work, without waits. Each size has a process of its own. Pipelines have 4 ranks, and 8 share experts.
 """
 
-import json
+import multiprocessing
 import resource
-import subprocess
-import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from unittest import mock
 
 import torch.distributed as dist
 
 from benchmarks.common import table
+from benchmarks.programs import new_trainer
 from moe_dualpipe.command_line import program_options
+from moe_dualpipe.models import ModelConfig
+from moe_dualpipe.pipeline import Pipeline
+from moe_dualpipe.runtime.launch import Launch
+from moe_dualpipe.training import BatchConfig, ParallelConfig, TrainConfig
+from tests.machines.recording_group import recording_world
 
 STEPS = 5
 
@@ -30,21 +35,10 @@ class Options:
 
     worlds: tuple[int, ...] = (64, 256, 1024, 4096)
     """Numbers of ranks: multiples of 32."""
-    one_world: int = 0
-    """Measure only this number of ranks, and print the result as JSON."""
 
 
 def measure_rank(ranks: int) -> dict[str, float]:
     """Build a run as one rank of `ranks`, and do steps. Returns seconds, MiB, and numbers of groups."""
-    from moe_dualpipe.models import ModelConfig
-    from moe_dualpipe.pipeline import Pipeline
-    from moe_dualpipe.runtime.launch import Launch
-    from moe_dualpipe.training.config import BatchConfig, ParallelConfig, TrainConfig
-    from moe_dualpipe.training.options import Request
-    from moe_dualpipe.training.resolve import prepare
-    from moe_dualpipe.training.step import Trainer
-    from tests.machines.recording_group import recording_world
-
     model = ModelConfig(
         num_layers=4, hidden_size=16, num_heads=2, num_kv_heads=1, head_dim=8, dense_size=16, expert_size=8
     )  # fmt: skip
@@ -52,12 +46,11 @@ def measure_rank(ranks: int) -> dict[str, float]:
         model=model, steps=STEPS, batch=BatchConfig(batch_size=2 * ranks, micro_batch_size=1, seq_len=16),
         parallel=ParallelConfig(pp=4, ep=8, ep_backend="all_to_all"),
     )  # fmt: skip
-    launch = Launch(0, 0, ranks, 1)
     same = mock.patch.object(Pipeline, "_check_same_batch")  # ranks of other pipelines would send other batches
     with recording_world(0, ranks), same, mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         start = time.perf_counter()
-        trainer = Trainer(prepare(Request(config), launch, from_command=False))
+        trainer = new_trainer(config, Launch(0, 0, ranks, 1))
         built = time.perf_counter()
         trainer.step(0)
         seconds = []
@@ -75,16 +68,12 @@ def measure_rank(ranks: int) -> dict[str, float]:
 
 def measured(ranks: int) -> dict[str, float]:
     """The result for one number of ranks, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.scale", "--one-world", str(ranks)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure_rank, ranks).result()
 
 
 def main() -> None:
     options = program_options(Options, "benchmarks.scale")
-    if options.one_world:
-        print(json.dumps(measure_rank(options.one_world)))
-        return
     rows = []
     for ranks in options.worlds:
         found = measured(ranks)

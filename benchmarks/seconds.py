@@ -25,29 +25,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moe_dualpipe.checkpoint import global_weights, load_tensors
 from moe_dualpipe.command_line import program_options
 from moe_dualpipe.data import load_data
 from moe_dualpipe.models import PRESETS, ModelConfig, StageOptions, build_model
 from moe_dualpipe.models.layers import seed_of
-from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.runtime.learning_rate import learning_rate
 from moe_dualpipe.runtime.world import join_world
 from moe_dualpipe.tools.drawing.figures import check_output, new_figure, save_figure
 from moe_dualpipe.training import config as training
-from moe_dualpipe.training.options import Request
-from moe_dualpipe.training.resolve import prepare
-from moe_dualpipe.training.rules import Given
-from moe_dualpipe.training.step import Trainer
 
-from .common import full_range, new_adamw, table, take_turns
+from .common import full_range, table, take_turns
+from .programs import Ours, Transformers
 
 LRS = (0.001, 0.003, 0.01, 0.03)
 """The learning rates to choose from."""
@@ -134,23 +128,9 @@ class Windows:
         return rows_BS[:, :-1].contiguous(), rows_BS[:, 1:].contiguous()
 
 
-class Program(Protocol):
-    def restart(self, seed: int) -> None:
-        """Start again from the initial weights of this seed."""
-        ...
-
-    def step(self, inputs_BS: Tensor, labels_BS: Tensor, lr: float) -> None: ...
-
-    def held_out_loss(self) -> float:
-        """In nats per character."""
-        ...
-
-
-class Ours:
-    """The trainer of train.py in one process."""
-
+class Own(Ours):
     def __init__(self, text: Windows, model: ModelConfig, optimizer: str, bias_rate: float = 0.003):
-        options, self.batch, self.steps = text.options, text.batch(0, 0), 0
+        options = text.options
         config = training.TrainConfig(
             model=model, steps=10**9, bias_rate=bias_rate, parallel=training.ParallelConfig(schedule="1f1b"),
             optim=training.OptimizerConfig(name=optimizer, lr=1.0, schedule="wsd", warmup_steps=0),  # type: ignore
@@ -160,11 +140,11 @@ class Ours:
             compute=training.ComputeConfig(device="cpu", compile="whole" if options.compile else "off"),
             metrics=training.MetricsConfig(eval_sequences=options.held_out),
         )  # fmt: skip
-        given = Given(None, lambda _: self.batch, text.held_out)
-        self.trainer = Trainer(prepare(Request(config), Launch(0, 0, 1, 1), given, from_command=False))
+        super().__init__(config, text.batch(0, 0)[0], held_out=text.held_out)
         self.initial = {name: tensor.clone() for name, tensor in self.trainer.state().items()}
 
     def restart(self, seed: int) -> None:
+        """Start again from the initial weights of this seed."""
         state = self.trainer.state()
         for name, tensor in self.initial.items():
             state[name].copy_(tensor)
@@ -172,68 +152,50 @@ class Ours:
         load_tensors(weights, state)
         self.trainer.optimizer.after_load(0)
 
-    def step(self, inputs_BS: Tensor, labels_BS: Tensor, lr: float) -> None:
-        self.batch, self.steps, self.trainer.lr_factor = (inputs_BS, labels_BS), self.steps + 1, lr
-        self.trainer.step(self.steps)
-
     def held_out_loss(self) -> float:
+        """In nats per character."""
         return self.trainer.validation_loss()
 
 
-class Transformers:
-    """A model of Hugging Face, trained without a framework."""
-
+class HuggingFace(Transformers):
     def __init__(self, text: Windows, kind: str, **sizes: object):
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        self.text, optim = text, training.OptimizerConfig()
+        self.text = text
         config = AutoConfig.for_model(
             kind, vocab_size=TINY.vocab_size, hidden_size=TINY.hidden_size, num_hidden_layers=TINY.num_layers,
             num_attention_heads=TINY.num_heads, num_key_value_heads=TINY.num_kv_heads, head_dim=TINY.head_dim,
             intermediate_size=TINY.dense_size, **sizes,
         )  # fmt: skip
         self.new_model: Callable[[], nn.Module] = partial(AutoModelForCausalLM.from_config, config)
-        self.model = self.new_model()
-        self.run = torch.compile(self.model) if text.options.compile else self.model
-        self.parameters, self.clip = [*self.model.parameters()], optim.clip
-        self.adamw = new_adamw(self.parameters, optim)
+        super().__init__(self.new_model(), text.options.compile, training.OptimizerConfig(lr=1.0))
 
     def restart(self, seed: int) -> None:
         torch.manual_seed(seed)
         self.model.load_state_dict(self.new_model().state_dict())
         self.adamw.state.clear()
 
-    def step(self, inputs_BS: Tensor, labels_BS: Tensor, lr: float) -> None:
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        self._loss(inputs_BS, labels_BS).backward()
-        torch.nn.utils.clip_grad_norm_(self.parameters, self.clip or torch.inf)
-        self.adamw.step()
-        self.adamw.zero_grad()
-
     @torch.no_grad()
     def held_out_loss(self) -> float:
         batches = zip(*(part.split(self.text.options.batch_size) for part in self.text.held_out), strict=True)
-        return statistics.fmean(self._loss(*batch).item() for batch in batches)
-
-    def _loss(self, inputs_BS: Tensor, labels_BS: Tensor) -> Tensor:
-        return F.cross_entropy(self.run(inputs_BS, use_cache=False).logits.flatten(0, 1), labels_BS.flatten())
+        return statistics.fmean(self.loss(*batch).item() for batch in batches)
 
 
+Program = Own | HuggingFace
 QWEN = {
     "num_experts": TINY.num_experts, "num_experts_per_tok": TINY.experts_per_token, "decoder_sparse_step": 1,
     "mlp_only_layers": [0], "moe_intermediate_size": TINY.expert_size, "norm_topk_prob": True,
     "shared_expert_intermediate_size": TINY.expert_size, "experts_implementation": "grouped_mm",
 }  # fmt: skip
 PROGRAMS: dict[str, Callable[[Windows], Program]] = {
-    "transformers, dense": partial(Transformers, kind="llama"),
-    "transformers, mixture": partial(Transformers, kind="qwen2_moe", **QWEN),
-    "ours, dense": partial(Ours, model=DENSE, optimizer="muon"),
-    "ours, mixture": partial(Ours, model=TINY, optimizer="muon"),
-    "ours, dense, AdamW": partial(Ours, model=DENSE, optimizer="adamw"),
-    "ours, mixture, AdamW": partial(Ours, model=TINY, optimizer="adamw"),
-    **{name: partial(Ours, model=model, optimizer="muon") for name, model in VARIANTS.items()},
-    **{f"balanced by {rate}": partial(Ours, model=TINY, optimizer="muon", bias_rate=rate) for rate in BIAS_RATES},
+    "transformers, dense": partial(HuggingFace, kind="llama"),
+    "transformers, mixture": partial(HuggingFace, kind="qwen2_moe", **QWEN),
+    "ours, dense": partial(Own, model=DENSE, optimizer="muon"),
+    "ours, mixture": partial(Own, model=TINY, optimizer="muon"),
+    "ours, dense, AdamW": partial(Own, model=DENSE, optimizer="adamw"),
+    "ours, mixture, AdamW": partial(Own, model=TINY, optimizer="adamw"),
+    **{name: partial(Own, model=model, optimizer="muon") for name, model in VARIANTS.items()},
+    **{f"balanced by {rate}": partial(Own, model=TINY, optimizer="muon", bias_rate=rate) for rate in BIAS_RATES},
 }
 """How to build each program."""
 

@@ -59,3 +59,20 @@ def s3(s3_server):
     s3_server.reset()
     yield s3_server
     s3_server.reset()
+
+
+@pytest.fixture
+def refused(capsys):
+    """A function that types a command which must be refused. Returns its error of one line, without its name."""
+    from moe_dualpipe.cli import main
+
+    def type_command(*words: object) -> str:
+        capsys.readouterr()
+        assert main([*map(str, words)]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.count("\n") == 1, printed
+        program, kind, error = printed.err.split(": ", maxsplit=2)
+        assert (program, kind) == ("moe-dualpipe", "error"), printed
+        return error
+
+    return type_command

@@ -65,16 +65,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def validate_options(options: argparse.Namespace) -> None:
-    """Raise ValueError for values out of range."""
-    if options.out is None:
-        raise ValueError("missing --out, a folder for the results")
-    if not 0 < options.minutes < math.inf:
-        raise ValueError(f"--minutes must be a positive number: got {options.minutes:g}")
-    if options.training_steps < 1:
-        raise ValueError(f"--training-steps must be at least 1: got {options.training_steps}")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_arguments(arguments)
@@ -91,7 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     names = tuple(options.contestants or OURS)
     try:
-        validate_options(options)
+        if options.out is None:
+            raise ValueError("missing --out, a folder for the results")
+        if not 0 < options.minutes < math.inf:
+            raise ValueError(f"--minutes must be a positive number: got {options.minutes:g}")
+        if options.training_steps < 1:
+            raise ValueError(f"--training-steps must be at least 1: got {options.training_steps}")
         for name in names:
             find_implementation(name)
         if not options.smoke and not torch.cuda.is_available():
@@ -139,7 +134,7 @@ def run_sections(context: Any, options: argparse.Namespace, arguments: Sequence[
         if found["reason"]:
             context.log(f"{found['status']}: {found['reason']}")
         context.results["sections"][name] = found | {"wall_seconds": round(time.monotonic() - begin, 1)}
-        context.save(table=True)
+        context.save(with_table=True)
 
 
 def run_section(context: Any, name: str, seconds: float) -> None:

@@ -15,11 +15,8 @@ from typing import Any
 
 import torch
 
+from ..common import table
 from .measure import Case, Clock, Quartiles, error_summary, time_interleaved
-
-
-def _no_fault() -> str:
-    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +31,7 @@ class Operation:
     run: Case
     work: Mapping[str, float]
     unit: str
-    fault: Callable[[], str] = _no_fault
+    fault: Callable[[], str] = str  # returns ""
 
 
 def rates(operation: Operation, seconds: list[list[float]]) -> dict[str, Quartiles]:
@@ -97,10 +94,10 @@ class Context:
                 else:
                     right[name] = operation.run
         rounds, repeats = (1, 1) if self.smoke else (3, 7)
-        times = time_interleaved(Clock(self.device), right, rounds, repeats)
-        for name, reason in times.failures.items():
+        seconds, failures = time_interleaved(Clock(self.device), right, rounds, repeats)
+        for name, reason in failures.items():
             self.add(what, name, status="failed", reason=reason)
-        found = {name: rates(operations[name], seconds) for name, seconds in times.seconds.items()}
+        found = {name: rates(operations[name], phases) for name, phases in seconds.items()}
         (base,) = found[reference].values() if reference in found else (None,)
         for name, phases in found.items():
             for phase, rate in phases.items():
@@ -108,13 +105,13 @@ class Context:
                 self.add(what, name, phase, unit=operations[name].unit, **asdict(rate), **share)
         self.save()
 
-    def save(self, table: bool = False) -> None:
-        """Write results.json atomically; with `table`, also results.md."""
+    def save(self, with_table: bool = False) -> None:
+        """Write results.json atomically; with_table: also results.md."""
         path = self.out / "results.json"
         temporary = path.with_suffix(".new")
         temporary.write_text(json.dumps(self.results, indent=1) + "\n")
         os.replace(temporary, path)
-        if table:
+        if with_table:
             path.with_suffix(".md").write_text(markdown(self.results))
 
     def load(self) -> None:
@@ -144,7 +141,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     for name, section in results["sections"].items():
         parts.append(f"## {name.capitalize()}\n\n{section['status']}{section['reason'] and ': '}{section['reason']}")
         rows = [row for row in results["rows"] if row["section"] == name]
-        lines = [f"| {row['what']} | {row['name']} | {row['phase']} | {result_text(row)} |" for row in rows]
+        lines = [(row["what"], row["name"], row["phase"], result_text(row)) for row in rows]
         if lines:
-            parts.append("\n".join(["| what | program | phase | median (quartiles) |", "|---|---|---|---|", *lines]))
+            parts.append(table("what | program | phase | median (quartiles)", lines))
     return "\n\n".join(parts) + "\n"

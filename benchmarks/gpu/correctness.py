@@ -54,18 +54,13 @@ def tolerance_violations(errors: dict[str, float], dtype: torch.dtype) -> str | 
     return f"relative error above {allowed:g}: {listed}"
 
 
-def _checked_tokens_and_experts(problem: Problem) -> tuple[Tensor, Tensor]:
-    half = min(NUM_CHECKED_TOKENS, problem.shape.T) // 2
-    tokens = torch.arange(problem.shape.T, device=problem.x_ND.device)
-    busiest = int(problem.ids_NK.flatten().bincount(minlength=problem.shape.E).argmax())
-    experts = sorted({0, busiest, problem.shape.E - 1})
-    return torch.cat([tokens[:half], tokens[-half:]]), torch.tensor(experts, device=tokens.device)
-
-
 def compute_reference(problem: Problem) -> ReferenceValues:
     """Compute in fp64 the values that implementations are compared with."""
     device, shape = problem.x_ND.device, problem.shape
-    tokens, experts = _checked_tokens_and_experts(problem)
+    half, every = min(NUM_CHECKED_TOKENS, shape.T) // 2, torch.arange(shape.T, device=device)
+    tokens = torch.cat([every[:half], every[-half:]])
+    busiest = int(problem.ids_NK.flatten().bincount(minlength=shape.E).argmax())
+    experts = torch.tensor(sorted({0, busiest, shape.E - 1}), device=device)
     checked_N = torch.zeros(shape.T, dtype=torch.bool, device=device).index_fill(0, tokens, True)
     y_ND, dx_ND = torch.zeros(2, shape.T, shape.D, dtype=torch.float64, device=device)
     dweights_NK = torch.zeros(shape.T, shape.K, dtype=torch.float64, device=device)

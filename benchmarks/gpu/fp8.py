@@ -10,7 +10,7 @@ from moe_dualpipe.kernels.gpu.fp8 import quantize_rows
 from .context import Context, Operation
 from .correctness import TOLERANCE
 from .implementations import Problem
-from .measure import single_phase
+from .measure import excess, single_phase
 from .shapes import MAIN_SHAPE, SHAPES, SMOKE_SHAPES, Shape
 from .tuned_gemms import Gemm, gemms
 
@@ -38,12 +38,10 @@ def measure_shape(context: Context, shape: Shape) -> None:
 
 
 def product(context: Context, gemm: Gemm, shape: Shape) -> Operation:
-    def fault() -> str:
-        error = gemm.error()
-        return "" if error <= TOLERANCE[context.dtype] else f"relative error {error:.2g}"
-
     flops = 2 * shape.rows * gemm.n * gemm.k * (1 + (gemm.kernel == "up"))
-    return Operation(single_phase(gemm.launch), {"": flops / 1e12}, "TFLOP/s", fault)
+    return Operation(
+        single_phase(gemm.launch), {"": flops / 1e12}, "TFLOP/s", lambda: excess(gemm.error(), TOLERANCE[context.dtype])
+    )
 
 
 def title_of(gemm: Gemm, shape: Shape) -> str:

@@ -10,7 +10,6 @@ N tokens, D model dim, F expert hidden size, E experts, K experts per token.
 """
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,14 +95,10 @@ def _build_ours(problem: Problem, kernels: Any) -> Implementation:
     return Implementation(forward, leaves)
 
 
-def build_triton(problem: Problem) -> Implementation:
-    """This project's Triton kernels."""
-    return _build_ours(problem, "triton")
-
-
-def build_grouped_mm(problem: Problem) -> Implementation:
-    """The same operator in plain torch: `torch.nn.functional.grouped_mm` where supported, nothing fused."""
-    return _build_ours(problem, "reference")
+build_triton = partial(_build_ours, kernels="triton")
+"""This project's Triton kernels."""
+build_grouped_mm = partial(_build_ours, kernels="reference")
+"""The same operator in plain torch: `torch.nn.functional.grouped_mm` where supported, nothing fused."""
 
 
 # ---- Another library ----
@@ -124,12 +119,6 @@ BUILT_IN: dict[str, BuildImplementation] = {
     "liger": build_liger,
 }
 OURS = ("triton", "grouped_mm")
-PACKAGES = {"liger": "liger_kernel"}
-
-
-def is_installed(name: str) -> bool:
-    """Return whether the package that an implementation needs is installed, without importing it."""
-    return name not in PACKAGES or importlib.util.find_spec(PACKAGES[name]) is not None
 
 
 def find_implementation(name: str) -> BuildImplementation:

@@ -6,13 +6,13 @@ process. So do the references that results are divided by: a dense matmul and a 
 On a CPU (smoke mode), `time.perf_counter` replaces the events.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,9 +33,7 @@ class Quartiles:
 
     @classmethod
     def of(cls, values: list[float]) -> "Quartiles":
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0], 1)
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        low, median, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
         return cls(median, low, high, len(values))
 
 
@@ -61,16 +59,12 @@ class Clock:
             torch.cuda.synchronize()
 
 
-@dataclass(slots=True)
-class PhaseTimes:
-    """Results of `time_interleaved`: seconds[name][phase][sample], and one error message for each case that raised."""
-
-    seconds: dict[str, list[list[float]]]
-    failures: dict[str, str]
-
-
-def time_interleaved(clock: Clock, cases: dict[str, Case], rounds: int, repeats: int) -> PhaseTimes:
+def time_interleaved(
+    clock: Clock, cases: dict[str, Case], rounds: int, repeats: int
+) -> tuple[dict[str, list[list[float]]], dict[str, str]]:
     """Time all cases in turn, `repeats` times each, in each of `rounds` rounds.
+
+    Returns seconds[name][phase][sample], and one error message for each case that raised.
 
     Each turn starts with one call that is not timed: it fills the device's queue, so that the first timed call does not
     start on an idle device. A case that raises is dropped and its error reported.
@@ -93,7 +87,7 @@ def time_interleaved(clock: Clock, cases: dict[str, Case], rounds: int, repeats:
         for name, calls in marks.items()
         if name not in failures
     }
-    return PhaseTimes(seconds, failures)
+    return seconds, failures
 
 
 def _run_and_mark(clock: Clock, case: Case) -> list[Any]:
@@ -153,6 +147,11 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
         difference = difference + (f.double() - e.double()).square().sum()
         size = size + e.double().square().sum()
     return (difference / size).sqrt().item()
+
+
+def excess(error: float, allowed: float) -> str:
+    """Describe a relative error that is not allowed; "" if it is. NaN is above any tolerance."""
+    return "" if error <= allowed else f"relative error {error:.2g}"
 
 
 def fill_free_memory_with_nan(device: torch.device, num_bytes: int) -> None:

@@ -17,7 +17,7 @@ from moe_dualpipe.kernels.routing import expert_order
 
 from .context import Context, Operation
 from .correctness import TOLERANCE
-from .measure import device_copy, fill_free_memory_with_nan, relative_error, single_phase
+from .measure import device_copy, excess, fill_free_memory_with_nan, relative_error, single_phase
 from .shapes import MAIN_SHAPE, SHAPES, SMOKE_SHAPES, Shape
 
 
@@ -41,8 +41,7 @@ def measure_shape(context: Context, shape: Shape) -> None:
         def fault() -> str:
             right = expected()
             fill_free_memory_with_nan(context.device, 8 * 2**30)
-            error = relative_error(call(), right)
-            return "" if error <= TOLERANCE[context.dtype] else f"relative error {error:.2g}"
+            return excess(relative_error(call(), right), TOLERANCE[context.dtype])
 
         operations[name] = Operation(single_phase(call), {"": num_bytes / 1e9}, "GB/s", fault)
 

@@ -19,7 +19,7 @@ from tempfile import TemporaryFile
 import torch
 
 from .context import Context
-from .implementations import Problem, find_implementation, is_installed
+from .implementations import Problem, find_implementation
 from .shapes import SHAPES, Shape
 
 NUM_TOKENS = 64
@@ -27,14 +27,17 @@ NUM_TOKENS = 64
 
 def precompile(context: Context, shapes: Sequence[Shape]) -> None:
     """Fill Triton's cache for all implementations at `shapes`. Takes at most half of the section's remaining time."""
-    names = [name for name in context.implementations if name != "grouped_mm" and is_installed(name)]
+    names = [name for name in context.implementations if name != "grouped_mm"]
     worker = sys.executable, "-m", "benchmarks.gpu.precompile"
     commands = [(*worker, name, str(SHAPES.index(shape))) for shape in shapes for name in names]
+    context.log(run_workers(commands, 0.5 * context.seconds_left()))
+
+
+def run_workers(commands: Sequence[Sequence[str]], seconds: float) -> str:
+    """Run commands that compile, on all CPU cores but one. Returns how many have succeeded."""
     start = time.monotonic()
-    ended = run_commands(commands, max(1, (os.cpu_count() or 2) - 1), 0.5 * context.seconds_left())
-    context.log(
-        f"precompiled {sum(code == 0 for code, _ in ended)} of {len(commands)} in {time.monotonic() - start:.0f} s"
-    )
+    ended = run_commands(commands, max(1, (os.cpu_count() or 2) - 1), seconds)
+    return f"precompiled {sum(code == 0 for code, _ in ended)} of {len(commands)} in {time.monotonic() - start:.0f} s"
 
 
 def run_commands(commands: Sequence[Sequence[str]], workers: int, seconds: float) -> list[tuple[int | None, str]]:

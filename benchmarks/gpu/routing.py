@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_dualpipe.kernels.order import ExpertOrder
 from moe_dualpipe.kernels.routing import expert_order, route
 
 from .context import Context, Operation
@@ -54,20 +55,16 @@ def measure_size(context: Context, T: int, E: int, K: int) -> None:
 
 
 def fault_of(call: Callable[[], tuple[Tensor, ...]], expected: Callable[[], tuple[Tensor, ...]]) -> str:
-    return difference(call(), expected())
-
-
-def order_tensors(order: Any) -> tuple[Tensor, ...]:
-    return order.gather_idx_M, order.choice_idx_M, order.positions_NK, order.expert_offsets
-
-
-def difference(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> str:
     """What differs between two results: ids and order must be equal, weights close. "" if nothing differs."""
     try:
-        torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(tuple(call()), tuple(expected()), rtol=1e-5, atol=1e-6)
     except AssertionError as error:
         return error_summary(error)
     return ""
+
+
+def order_tensors(order: ExpertOrder) -> tuple[Tensor, ...]:
+    return order.gather_idx_M, order.choice_idx_M, order.positions_NK, order.expert_offsets
 
 
 def captured(context: Context, call: Callable[[], Any]) -> torch.cuda.CUDAGraph | None:

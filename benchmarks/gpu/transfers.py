@@ -20,6 +20,7 @@ from torch import Tensor
 from moe_dualpipe.expert_parallel.exchange import round_up
 from moe_dualpipe.expert_parallel.modeled.windows import mirrored_memory
 from moe_dualpipe.expert_parallel.symmetric.one_sided import addresses_of, plan_route
+from moe_dualpipe.kernels.gpu import push, receive, signals
 from moe_dualpipe.kernels.permute import gather_sum
 
 from .context import Context, Operation
@@ -61,8 +62,6 @@ class Transfers:
     """The inputs and outputs of both operations, and the windows. Tokens choose K distinct experts uniformly."""
 
     def __init__(self, context: Context, sizes: Sizes):
-        from moe_dualpipe.kernels.gpu.signals import Windows, new_state, region_words
-
         torch.manual_seed(0)
         T, D, E, K, R = sizes
         self.x_TD = torch.randn(T, D, device=context.device, dtype=context.dtype)
@@ -74,32 +73,28 @@ class Transfers:
         self.y_TD, self.copied_SD = torch.empty_like(self.x_TD), torch.empty_like(self.expected_SD)
         self.offsets_in = torch.empty_like(self.plan.offsets_out)
         row_words = round_up(self.row_bytes, 16) // 4
-        words = R * region_words(1, T, row_words)
+        words = R * signals.region_words(1, T, row_words)
         self.memories = mirrored_memory(words, R, context.device)
-        state = new_state(1, context.device)
-        self.windows = Windows(addresses_of(self.memories), state, 0, 1, T, row_words, 0, 0, 1, 10.0)
+        state = signals.new_state(1, context.device)
+        self.windows = signals.Windows(addresses_of(self.memories), state, 0, 1, T, row_words, 0, 0, 1, 10.0)
 
     def copy(self) -> Tensor:
         return self.copied_SD.copy_(self.expected_SD)
 
     def case(self, name: str, num_sms: int) -> Case:
         """The operation in two phases: push and receive."""
-        from moe_dualpipe.kernels.gpu.push import push
-        from moe_dualpipe.kernels.gpu.receive import receive_rows, receive_sums
-        from moe_dualpipe.kernels.gpu.signals import Operation
-
-        windows, plan, operation = replace(self.windows, num_sms=num_sms), self.plan, Operation(0, 0, 0)
+        windows, plan, operation = replace(self.windows, num_sms=num_sms), self.plan, signals.Operation(0, 0, 0)
 
         def dispatch(end_phase: EndPhase) -> None:
-            push(windows, operation, self.x_TD, plan.tokens_M, plan.offsets_out)
+            push.push(windows, operation, self.x_TD, plan.tokens_M, plan.offsets_out)
             end_phase()
-            receive_rows(windows, operation, self.x_ND, self.offsets_in)
+            receive.receive_rows(windows, operation, self.x_ND, self.offsets_in)
             end_phase()
 
         def combine(end_phase: EndPhase) -> None:
-            push(windows, operation, self.expected_SD, None, plan.offsets_out)
+            push.push(windows, operation, self.expected_SD, None, plan.offsets_out)
             end_phase()
-            receive_sums(windows, operation, self.y_TD, plan.slots_TC, plan.offsets_out)
+            receive.receive_sums(windows, operation, self.y_TD, plan.slots_TC, plan.offsets_out)
             end_phase()
 
         return {"dispatch": dispatch, "combine": combine}[name]

@@ -6,9 +6,7 @@ N columns and K reduction size of a GEMM, as in the tables of configurations.
 
 import dataclasses
 import math
-import os
 import sys
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,8 +24,8 @@ from moe_dualpipe.kernels.gpu.launch_args import arch_of
 
 from .correctness import TOLERANCE
 from .implementations import Problem
-from .measure import Clock, Quartiles, error_summary, fill_free_memory_with_nan, single_phase, time_interleaved
-from .precompile import NUM_TOKENS, run_commands
+from .measure import Clock, Quartiles, error_summary, excess, fill_free_memory_with_nan, single_phase, time_interleaved
+from .precompile import NUM_TOKENS, run_workers
 from .shapes import Shape
 from .tuned_gemms import Gemm, candidate_configs, gemms, smoke_configs, with_other_orders
 
@@ -62,7 +60,7 @@ def tune_gemm(gemm: Gemm, device: torch.device, current: TileConfig, tried: Sequ
         raise ValueError(f"no configuration of {gemm} works on this GPU: {dropped}")
     attempt(with_other_orders(min(quick_us, key=lambda config: quick_us[config])))
     best = sorted(quick_us, key=lambda config: quick_us[config])[:NUM_FINALISTS]
-    us = final_times_us(gemm, device, {*best, current} & quick_us.keys())
+    us = times_us(gemm, device, {*best, current} & quick_us.keys(), 3, 5)
     winner = min(us, key=lambda config: us[config])
     before = us.get(current, math.inf)
     if us[winner] * MIN_SPEEDUP > before:
@@ -75,20 +73,19 @@ def quick_time_us(gemm: Gemm, device: torch.device, config: TileConfig, dropped:
     with override_config(gemm.kernel, config):
         try:
             fill_free_memory_with_nan(device, 4 * 2**30)
-            error = gemm.error()
+            fault = excess(gemm.error(), TOLERANCE[gemm.expected[0].dtype])
         except Exception as failure:  # for example, too much shared memory
-            dropped[str(config)] = error_summary(failure)
-            return None
-        if not error <= TOLERANCE[gemm.expected[0].dtype]:
-            dropped[str(config)] = f"relative error {error:.2g}"
-            return None
-        repeats = 1 if device.type == "cpu" else 3
-        times = time_interleaved(Clock(device), {"it": single_phase(gemm.launch)}, rounds=1, repeats=repeats)
-    return 1e6 * Quartiles.of(times.seconds["it"][0]).median
+            fault = error_summary(failure)
+    if fault:
+        dropped[str(config)] = fault
+        return None
+    return times_us(gemm, device, [config], 1, 3)[config]
 
 
-def final_times_us(gemm: Gemm, device: torch.device, finalists: Collection[TileConfig]) -> dict[TileConfig, float]:
-    """Return the median microseconds of each configuration, timed interleaved."""
+def times_us(
+    gemm: Gemm, device: torch.device, several: Collection[TileConfig], rounds: int, repeats: int
+) -> dict[TileConfig, float]:
+    """Return the median microseconds of each configuration, timed interleaved; on a CPU, once."""
 
     def case(config: TileConfig) -> Callable[[], Any]:
         def run() -> None:
@@ -97,11 +94,11 @@ def final_times_us(gemm: Gemm, device: torch.device, finalists: Collection[TileC
 
         return run
 
-    named = {str(config): config for config in finalists}
-    rounds, repeats = (1, 1) if device.type == "cpu" else (3, 5)
+    named = {str(config): config for config in several}
+    rounds, repeats = (1, 1) if device.type == "cpu" else (rounds, repeats)
     cases = {name: single_phase(case(config)) for name, config in named.items()}
-    times = time_interleaved(Clock(device), cases, rounds, repeats)
-    return {named[name]: 1e6 * Quartiles.of(phases[0]).median for name, phases in times.seconds.items()}
+    seconds, _ = time_interleaved(Clock(device), cases, rounds, repeats)
+    return {named[name]: 1e6 * Quartiles.of(phases[0]).median for name, phases in seconds.items()}
 
 
 # ---- One layer ----
@@ -161,12 +158,10 @@ def gpu_and_versions(device: torch.device) -> dict[str, str]:
 
 def precompile_gemms(shape: Shape) -> None:
     """Fill Triton's disk cache, on all CPU cores."""
-    start = time.monotonic()
     sizes = ",".join(str(getattr(shape, name)) for name in "TDFEK")
     command = [sys.executable, "-m", "benchmarks.tune", "--shapes", sizes, "--worker"]
     commands = [[*command, str(i), str(share), str(NUM_SHARES)] for i in range(8) for share in range(NUM_SHARES)]
-    unfinished = sum(code is None for code, _ in run_commands(commands, max(1, (os.cpu_count() or 2) - 1), 240))
-    print(f"  precompiled in {time.monotonic() - start:.0f} s, {unfinished} jobs unfinished", flush=True)
+    print(f"  {run_workers(commands, 240)}", flush=True)
 
 
 def compile_share(shape: Shape, device: torch.device, number: int, share: int, num_shares: int) -> None:

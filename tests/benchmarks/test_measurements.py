@@ -30,10 +30,10 @@ def test_cases_are_interleaved_the_first_call_of_each_turn_is_not_timed_and_one_
         return run
 
     cases = {"a": case("a", 1), "b": case("b", 3), "bad": case("-", 1, fails=True)}
-    times = time_interleaved(clock, cases, rounds=2, repeats=2)
+    seconds, failures = time_interleaved(clock, cases, rounds=2, repeats=2)
     assert "".join(calls).replace("-", "") == "aaabbb" * 2
-    assert times.seconds == {"a": [[1.0] * 4], "b": [[1.0] * 4] * 3}
-    assert times.failures == {"bad": "ValueError: first line"}
+    assert seconds == {"a": [[1.0] * 4], "b": [[1.0] * 4] * 3}
+    assert failures == {"bad": "ValueError: first line"}
 
 
 def test_rates_of_each_phase_and_of_all_together():

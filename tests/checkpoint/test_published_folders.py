@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_dualpipe.checkpoint import open_model
 from moe_dualpipe.checkpoint.huggingface import from_pretrained, save_pretrained
+from moe_dualpipe.kernels.fp8 import quantize
 from tests.support.mutations import check_message
 from tests.support.published import change_tensors, configure, random_model, save, save_with_mtp
 
@@ -64,27 +65,13 @@ def test_a_published_model_has_no_custom_layers(original):
 # ---- Weights in fp8, as DeepSeek publishes them: one scale for each block of 128 x 128 numbers ----
 
 
-BLOCK, LARGEST = 128, 448.0
+BLOCK = 128
 QUANTIZATION = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 SIZES = {
     "hidden_size": 136, "moe_intermediate_size": 131, "intermediate_size": 260, "num_hidden_layers": 2,
     "q_lora_rank": 129, "num_attention_heads": 5, "num_key_value_heads": 5, "qk_nope_head_dim": 30,
 }  # fmt: skip
 IN_FULL = ("embed_tokens.weight", "head.weight", "gate.weight", "norm.weight", "correction_bias")
-
-
-def quantize(weight):
-    """Quantize to fp8 in plain loops: weights [rows, columns], and the scale of each block."""
-    rows, columns = weight.shape
-    scales = torch.empty(-(-rows // BLOCK), -(-columns // BLOCK))
-    quantized, expanded = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
-    for i in range(len(scales)):
-        for j in range(scales.shape[1]):
-            block = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
-            scale = scales[i, j] = weight[block].abs().max().float() / LARGEST
-            quantized[block] = (weight[block].float() / scale).to(torch.float8_e4m3fn)
-            expanded[block] = quantized[block].float() * scale
-    return quantized, scales, expanded
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +83,9 @@ def original_fp8(tmp_path_factory):
         if tensor.ndim == 1 or name.endswith(IN_FULL):
             stored[name] = expanded[name] = tensor
         else:
-            stored[name], stored[f"{name}_scale_inv"], expanded[name] = quantize(tensor)
+            matrix = quantize(tensor, BLOCK, BLOCK, False)
+            stored[name], stored[f"{name}_scale_inv"] = matrix.stored, matrix.scales
+            expanded[name] = matrix.read().contiguous()
     save_file(stored, folder / "model.safetensors")
     configure(folder, quantization_config=QUANTIZATION)
     assert max(min(t.shape) for name, t in stored.items() if name.endswith("_scale_inv")) == 2

@@ -3,7 +3,6 @@
 Modules of multi-token prediction (MTP) are stored as the layers after the last one.
 """
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +25,8 @@ from tests.support.published import (
 )
 
 TOKENS_BS = torch.randint(37, (2, 19), generator=torch.Generator().manual_seed(0))
+NAMES = "deepseek_v3", "deepseek_v3 without q latent", "glm4_moe"
+"""Those with modules of MTP."""
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 """The largest difference relative to the norm of the expected tensor, for each dtype."""
 
@@ -62,30 +63,32 @@ def parts(grad: torch.Tensor) -> list[torch.Tensor]:
     return [*grad] if grad.ndim == 3 else [grad]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name,dtype,depth,tied", [
+    *((name, dtype, 0, None) for name in CONFIGS for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+    *((name, torch.bfloat16, 1, False) for name in NAMES), ("deepseek_v3", torch.bfloat16, 2, False),
+    ("deepseek_v3", torch.bfloat16, 1, True), ("glm4_moe", torch.bfloat16, 2, True),
+], ids=str)  # fmt: skip
 @pytest.mark.quick(
-    "qwen2_moe-torch.float32",
-    "deepseek_v3-torch.float32",
-    "mixtral-torch.bfloat16",
-    "olmoe-torch.float16",
-    "qwen3_moe biased-torch.bfloat16",
-    "qwen2_moe without shared experts-torch.bfloat16",
-    "glm4_moe without shared experts-torch.bfloat16",
-    "deepseek_v2 biased-torch.bfloat16",
-)
-def test_an_export_has_the_same_tensors_as_the_import(name, dtype, tmp_path):
-    theirs = random_model(name, dtype=dtype)
-    save(theirs, tmp_path / "saved")
+    "qwen2_moe-torch.float32-0-None", "deepseek_v3-torch.float32-0-None", "mixtral-torch.bfloat16-0-None",
+    "olmoe-torch.float16-0-None", "qwen3_moe biased-torch.bfloat16-0-None",
+    "qwen2_moe without shared experts-torch.bfloat16-0-None", "glm4_moe without shared experts-torch.bfloat16-0-None",
+    "deepseek_v2 biased-torch.bfloat16-0-None", *(f"{name}-torch.bfloat16-1-False" for name in NAMES),
+    "deepseek_v3-torch.bfloat16-2-False", "deepseek_v3-torch.bfloat16-1-True", "glm4_moe-torch.bfloat16-2-True",
+)  # fmt: skip
+def test_an_export_has_the_same_tensors_as_the_import(name, dtype, depth, tied, tmp_path):
+    """depth: of MTP modules. tied: whether the head is the embedding; None: as in the architecture."""
+    theirs = random_model(name, dtype=dtype, **({} if tied is None else {"tie_word_embeddings": tied}))
+    save_with_mtp(theirs, tmp_path / "saved", depth) if depth else save(theirs, tmp_path / "saved")
     save_pretrained(from_pretrained(tmp_path / "saved"), tmp_path / "again")
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("saved", "again"))
     published, again = (PublishedModel(tmp_path / folder) for folder in ("saved", "again"))
-    assert again.config == published.config
+    assert again.config == published.config and again.config.mtp_layers == depth
+    assert tied is None or again.config.tied_embeddings == tied
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert after[key].dtype == tensor.dtype, key
         assert torch.equal(after[key], tensor) or key in published.layout.unused(), key
-    models = [transformers_model(tmp_path / "again", dtype).double(), theirs.double()]
+    models = [transformers_model(tmp_path / folder, dtype).double() for folder in ("again", "saved")]
     with torch.no_grad(), exact(torch.float64):
         assert_near(*(model(TOKENS_BS).logits for model in models))
 
@@ -112,7 +115,6 @@ def test_buffers_that_no_file_has_start_from_0(tmp_path: Path):
 
 
 TOKENS_BL = torch.randint(37, (2, 12), generator=torch.Generator().manual_seed(4))
-NAMES = "deepseek_v3", "deepseek_v3 without q latent", "glm4_moe"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -147,20 +149,6 @@ def test_loss_and_gradients_equal_those_of_transformers(name, tmp_path):
     }
     for key, grad in pairs.items():
         torch.testing.assert_close(ours[key].grad, grad, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
-
-
-@pytest.mark.parametrize("name,depth,tied", [
-    *((name, 1, False) for name in NAMES), ("deepseek_v3", 2, False), ("deepseek_v3", 1, True), ("glm4_moe", 2, True),
-])  # fmt: skip
-def test_an_export_with_mtp_has_the_same_tensors_as_the_import(name, depth, tied, tmp_path):
-    save_with_mtp(random_model(name, dtype=torch.bfloat16, tie_word_embeddings=tied), tmp_path / "saved", depth)
-    model = from_pretrained(tmp_path / "saved")
-    assert model.config.mtp_layers == depth and model.config.tied_embeddings == tied
-    save_pretrained(model, tmp_path / "again")
-    before, after = (load_file(tmp_path / one / "model.safetensors") for one in ("saved", "again"))
-    assert before.keys() == after.keys()
-    assert all(after[key].dtype == tensor.dtype and torch.equal(after[key], tensor) for key, tensor in before.items())
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["num_nextn_predict_layers"] == depth
 
 
 @pytest.mark.parametrize("kind,copy,original", [

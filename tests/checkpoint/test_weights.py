@@ -5,12 +5,11 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from moe_dualpipe.checkpoint import check_weights, find_checkpoint, find_weights, load_model, load_weights, open_model
 from moe_dualpipe.checkpoint.weights import global_weights, group_names
 from moe_dualpipe.models import build_model
-from tests.support.checkpoints import write_tensors_of
+from tests.support.checkpoints import tensors_of, write_tensors_of
 from tests.support.mutations import check_message
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, make_run, make_trainer, settings, train
@@ -40,9 +39,7 @@ def state_of(model):
 
 
 def saved_weights(run):
-    files = find_checkpoint(str(run)).glob("*.safetensors")
-    tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
-    return {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    return {name.removeprefix("model."): t for name, t in tensors_of(run).items() if name.startswith("model.")}
 
 
 # ---- Laws ----

@@ -15,8 +15,8 @@ from moe_dualpipe.data import BYTES, load_data, prepare_data, samples
 from moe_dualpipe.data.chats import ChatOptions, ChatTemplate, InvalidRowError, parse_chat
 from moe_dualpipe.data.tokenizer import BPETokenizer
 from moe_dualpipe.schedule import build
-from tests.pipeline.test_padding import MODEL, assert_equal, update
 from tests.support.texts import with_special_tokens
+from tests.support.updates import MODEL, assert_equal, update
 
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 CHATML = (

@@ -242,7 +242,7 @@ def test_the_end_of_the_text_is_held_out_if_there_are_few_documents(tmp_path):
     assert sidecars[1].bytes == num_bytes(tokenizer, streams[1])
 
 
-def test_refusals_of_the_data_commands_are_one_line_and_leave_nothing(prepared, tmp_path, capsys):
+def test_refusals_of_the_data_commands_are_one_line_and_leave_nothing(prepared, tmp_path, refused):
     out, source = prepared / "bpe", str(prepared / "a.jsonl")
     (tmp_path / "x.bin").write_bytes(b"1234")
     (tmp_path / "one").write_text("a")
@@ -261,9 +261,7 @@ def test_refusals_of_the_data_commands_are_one_line_and_leave_nothing(prepared, 
         (["check", f"{out}/gone.bin"], f"cannot read {out}/gone.bin: No such file or directory"),
         (["check", str(tmp_path / "x.bin")], f"cannot check {tmp_path}/x.bin: there is no x.bin.json next to it"),
     ]:
-        assert main(["data", *arguments]) == 2
-        printed = capsys.readouterr().err
-        assert printed.startswith(f"moe-dualpipe: error: {problem}") and printed.count("\n") == 1, printed
+        assert refused("data", *arguments).startswith(problem)
     assert not [*tmp_path.glob(".*"), *prepared.glob(".*")]
 
 

@@ -14,12 +14,9 @@ from moe_dualpipe.models import RECOMPUTE, StageOptions, build_model
 from moe_dualpipe.models.adapters import squared_norms
 from moe_dualpipe.models.config import LORA_TARGETS, LoRA
 from moe_dualpipe.models.costs import shape_of
-from moe_dualpipe.pipeline.settings import Parallel
-from moe_dualpipe.runtime.layout import Layout
-from moe_dualpipe.schedule import build
-from tests.pipeline.test_padding import COUNT, MODEL, PLAIN, assert_equal, short_batch, update
+from tests.pipeline.test_padding import short_batch
 from tests.support.custom_experts import Stacked
-from tests.support.ranks import run_ranks
+from tests.support.updates import MODEL, check_layout
 
 MLA = replace(MODEL, attention="mla", kv_rank=16, q_rank=12, rope_dim=4, value_dim=12, num_kv_heads=2)
 ALL = LoRA(3, alpha=5.0, targets=LORA_TARGETS)
@@ -111,25 +108,12 @@ def test_without_gradients_of_the_model_dropout_is_off():
     torch.testing.assert_close(model(inputs), merged(model)(inputs), rtol=1e-10, atol=1e-12)
 
 
-def on_ranks(_rank, name, pp, dp, parallel, config):
-    schedule = build(name, pp, COUNT // 2 // dp)
-    found = update(config, schedule, short_batch(), parallel, lora=ALL, prepare=shift_adapters)
-    return {name: tensor.numpy() for name, tensor in found.items()}
-
-
 @pytest.mark.parametrize(("name", "pp", "dp", "ep", "cp"), [
     ("dualpipe", 2, 1, 1, 1), ("dualpipev", 1, 2, 2, 1), ("1f1b_overlap", 2, 2, 2, 1), ("1f1b", 1, 1, 1, 2),
 ])  # fmt: skip
 @pytest.mark.quick("dualpipev-1-2-2-1", "1f1b-1-1-1-2")
 def test_an_update_in_any_layout_equals_that_of_one_process(name, pp, dp, ep, cp):
-    expected = update(MODEL, PLAIN, short_batch(), lora=ALL, prepare=shift_adapters)
-    assert any(".lora." in name for name in expected)
-    found = run_ranks(pp * dp * cp, on_ranks, name, pp, dp, Parallel(ep, cp=cp), MODEL)
-    for rank, values in enumerate(found):
-        place = Layout(pp, dp, ep, rank, cp=cp).replica % ep
-        own = {key: value.chunk(ep)[place] if ".experts." in key else value for key, value in expected.items()}
-        assert_equal({key: torch.from_numpy(value) for key, value in values.items()}, {key: own[key] for key in values})
-    assert {key for values in found for key in values} == expected.keys()
+    check_layout(MODEL, short_batch(), name, pp, dp, ep, cp, lora=ALL, prepare=shift_adapters)
 
 
 @pytest.mark.parametrize("config", [MODEL, MLA, replace(MLA, q_rank=0)], ids=["gqa", "mla", "mla without q latent"])

@@ -33,13 +33,6 @@ def bare(layers, ep=None):
     return stage(layers, 0, ep or Loopback(8, 2), embedding=False, head=False, num_shared_experts=0)
 
 
-def test_the_order_is_deepseeks():
-    """Layer by layer, as in the annotations of DeepSeek's published training trace."""
-    assert order(bare(3), bare(3), queued=True) == (
-        f"add(B) combine(B) {LAYER} combine(B) {LAYER} combine(B) {LAYER} add(F)"
-    )
-
-
 def with_keys(layers, dense=0, ranks=8):
     """Rows of 16 numbers go to 2 ranks, and keys of 16 numbers to 1: behind qkv. To 1 rank: keys behind attention."""
     experts = Loopback(8, ranks)
@@ -49,22 +42,54 @@ def with_keys(layers, dense=0, ranks=8):
 
 
 with_long_keys = partial(with_keys, ranks=2)
+alone, with_head = partial(bare, ep=Local(8)), partial(stage, dense=0, embedding=False)
+KEYS_LAYER = LAYER.replace("attn(B) attn(W) combine(F)", "attn(B) combine(F) keys(B) attn(W)")
+NEXT = "qkv(F) qkv(B) keys(F) combine(B) qkv(W)"
+LONG_LAYER = "mlp(W) qkv(F) attn(B) keys(F) keys(B) attn(W) attn(F) qkv(B) dispatch(F)"
+LONG_NEXT = "combine(B) qkv(W) mlp(F) mlp(B) combine(F) dispatch(B)"
+# The chunks that run forward and backward, their layers, whether their work is queued as on a GPU, and the order.
+ORDERS = {
+    # Layer by layer, as in the annotations of DeepSeek's published training trace.
+    "the order is DeepSeek's": (
+        bare, 3, 3, True, f"add(B) combine(B) {LAYER} combine(B) {LAYER} combine(B) {LAYER} add(F)",
+    ),
+    "with keys it is DeepSeek's, and keys run behind qkv": (
+        with_keys, 3, 3, True,
+        f"add(B) combine(B) qkv(F) keys(F) {KEYS_LAYER} {NEXT} {KEYS_LAYER} {NEXT} {KEYS_LAYER} "
+        "add(F) qkv(B) qkv(W)",
+    ),
+    # Layer by layer, by the same rule; the forward begins one transfer later than without keys.
+    "long keys run behind the attention of the other chunk": (
+        with_long_keys, 3, 3, True,
+        f"add(B) combine(B) mlp(B) dispatch(B) {LONG_LAYER} {LONG_NEXT} {LONG_LAYER} {LONG_NEXT} {LONG_LAYER} "
+        "qkv(W) mlp(F) combine(F) add(F)",
+    ),
+    "on a CPU transfers start as soon as their input exists": (
+        bare, 2, 2, False, f"add(B) combine(B) {EAGER_LAYER} combine(B) attn(W) {EAGER_LAYER} attn(W) add(F)",
+    ),
+    # Without expert parallelism, so that the gradient of the backward can be sent.
+    "with completed transfers the backward runs first": (
+        alone, 2, 1, False,
+        "add(B) combine(B) mlp(B) dispatch(B) mlp(W) attn(B) attn(W) "
+        "attn(F) dispatch(F) mlp(F) combine(F) attn(F) dispatch(F) mlp(F) combine(F) add(F)",
+    ),
+    "a longer backward continues alone": (
+        bare, 1, 2, True, f"add(B) combine(B) {LAYER} combine(B) add(F) mlp(B) dispatch(B) mlp(W) attn(B) attn(W)",
+    ),
+    "a longer forward continues alone": (
+        bare, 2, 1, True, f"add(B) combine(B) {LAYER} attn(F) dispatch(F) mlp(F) combine(F) add(F)",
+    ),
+    "weight gradients of the head run in the first transfer, and shared experts in the others": (
+        with_head, 1, 1, True,
+        "loss(B) head(B) combine(B) head(W) attn(F) mlp(B) mlp(B) dispatch(F) dispatch(B) mlp(W) mlp(W) mlp(F) mlp(F) "
+        "attn(B) attn(W) combine(F) head(F) loss(F)",
+    ),
+}  # fmt: skip
 
 
-def test_with_keys_the_order_is_deepseeks_and_keys_run_behind_qkv():
-    layer = LAYER.replace("attn(B) attn(W) combine(F)", "attn(B) combine(F) keys(B) attn(W)")
-    after = "qkv(F) qkv(B) keys(F) combine(B) qkv(W)"
-    log = order(with_keys(3), with_keys(3), queued=True)
-    assert log == f"add(B) combine(B) qkv(F) keys(F) {layer} {after} {layer} {after} {layer} add(F) qkv(B) qkv(W)"
-
-
-def test_long_keys_run_behind_the_attention_of_the_other_chunk():
-    """Layer by layer, by the same rule; the forward begins one transfer later than without keys."""
-    layer = "mlp(W) qkv(F) attn(B) keys(F) keys(B) attn(W) attn(F) qkv(B) dispatch(F)"
-    after = "combine(B) qkv(W) mlp(F) mlp(B) combine(F) dispatch(B)"
-    assert order(with_long_keys(3), with_long_keys(3), queued=True) == (
-        f"add(B) combine(B) mlp(B) dispatch(B) {layer} {after} {layer} {after} {layer} qkv(W) mlp(F) combine(F) add(F)"
-    )
+@pytest.mark.parametrize(("chunk", "forward", "backward", "queued", "expected"), ORDERS.values(), ids=ORDERS)
+def test_the_order_of_segments(chunk, forward, backward, queued, expected):
+    assert order(chunk(forward), chunk(backward), queued) == expected
 
 
 @pytest.mark.parametrize(("cp", "keys", "hidden", "top_k", "ep", "opens"), [
@@ -85,12 +110,6 @@ def test_a_pair_with_keys_has_the_bits_of_both_chunks_alone(chunk, layers, queue
     assert_same(*pairs)
 
 
-def test_on_a_cpu_transfers_start_as_soon_as_their_input_exists():
-    assert order(bare(2), bare(2), queued=False) == (
-        f"add(B) combine(B) {EAGER_LAYER} combine(B) attn(W) {EAGER_LAYER} attn(W) add(F)"
-    )
-
-
 @pytest.mark.parametrize("queued", [True, False])
 @pytest.mark.parametrize("layers", [(2, 2), (1, 3), (3, 1)])
 def test_late_weight_gradients_follow_the_other_chunks_mlp_and_have_the_same_bits(layers, queued):
@@ -106,31 +125,6 @@ def test_late_weight_gradients_follow_the_other_chunks_mlp_and_have_the_same_bit
     assert early.count(f"mlp(W) mlp(F){combine}") == late.count(f"mlp(F){combine} mlp(W)") == pairs
     assert early.replace(f"mlp(W) mlp(F){combine}", f"mlp(F){combine} mlp(W)") == late
     assert_same(results[1], results[0])
-
-
-def test_with_completed_transfers_the_backward_runs_first():
-    """Without expert parallelism, the backward runs before the forward, so that its gradient can be sent."""
-    assert order(bare(2, Local(8)), bare(1, Local(8)), queued=False) == (
-        "add(B) combine(B) mlp(B) dispatch(B) mlp(W) attn(B) attn(W) "
-        "attn(F) dispatch(F) mlp(F) combine(F) attn(F) dispatch(F) mlp(F) combine(F) add(F)"
-    )
-
-
-def test_the_longer_chunk_continues_alone():
-    assert order(bare(1), bare(2), queued=True) == (
-        f"add(B) combine(B) {LAYER} combine(B) add(F) mlp(B) dispatch(B) mlp(W) attn(B) attn(W)"
-    )
-    assert order(bare(2), bare(1), queued=True) == (
-        f"add(B) combine(B) {LAYER} attn(F) dispatch(F) mlp(F) combine(F) add(F)"
-    )
-
-
-def test_weight_gradients_of_the_head_run_during_the_first_transfer_and_shared_experts_during_the_others():
-    model = stage(1, 0, embedding=False)
-    assert order(model, model, queued=True) == (
-        "loss(B) head(B) combine(B) head(W) attn(F) mlp(B) mlp(B) dispatch(F) dispatch(B) mlp(W) mlp(W) mlp(F) mlp(F) "
-        "attn(B) attn(W) combine(F) head(F) loss(F)"
-    )
 
 
 def test_the_backward_runs_segments_in_the_reverse_order_of_the_forward():

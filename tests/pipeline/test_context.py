@@ -1,4 +1,4 @@
-"""Context parallelism: ranks that share sequences compute what one process computes."""
+"""Ranks that share sequences, documents or experts compute what one process computes, also with padding."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +12,10 @@ from moe_dualpipe.data.batches import batch_of
 from moe_dualpipe.kernels.fp8 import RECIPES
 from moe_dualpipe.models.attention import attention_class
 from moe_dualpipe.models.context_parallel import Context
-from moe_dualpipe.pipeline.settings import Parallel
-from moe_dualpipe.runtime.layout import Layout
-from moe_dualpipe.schedule import build
-from tests.pipeline.test_padding import COUNT, MODEL, PLAIN, assert_equal, padded, short_batch, update
+from tests.pipeline.test_documents import packed
+from tests.pipeline.test_padding import padded, short_batch
 from tests.support.ranks import cosine_distance, run_ranks
+from tests.support.updates import MODEL, check_layout, in_layout
 
 ROOT = Path(__file__).parents[2]
 MLA = {"attention": "mla", "kv_rank": 16, "q_rank": 12, "rope_dim": 4, "value_dim": 12, "num_kv_heads": 2}
@@ -30,17 +29,15 @@ def batch(kind):
     inputs, labels = short_batch()
     if kind == "padded":  # one sequence has no label
         return tuple(tensor[:, :16] for tensor in padded(*short_batch(LENGTHS), 9))
+    if kind == "packed":
+        return packed()
     if kind == "unlabeled":
         labels[:, 5] = -100
     return batch_of(inputs, labels, 5 if kind == "documents" else None)
 
 
-def on_ranks(_rank, name, pp, dp, parallel, model, kind, options):
-    schedule = build(name, pp, COUNT // 2 // dp)
-    found = update(model, schedule, batch(kind), parallel, **options)
-    return {name: tensor.numpy() for name, tensor in found.items()}
-
-
+PADDED = {"kind": "padded", "cp": 1, "size": 1, "model": {"mtp_layers": 1}}
+PACKED = {"kind": "packed", "cp": 1, "model": {"mtp_layers": 2}}
 CASES = {
     "cp 2": {}, "cp 4": {"cp": 4}, "latent attention": {"model": MLA}, "YaRN, half of the channels": {"model": YARN},
     "dynamic": {"model": DYNAMIC}, "MTP": {"model": {"mtp_layers": 2}},
@@ -52,6 +49,10 @@ CASES = {
     "recompute full": {"recompute": "full"}, "fused loss": {"model": {"mtp_layers": 1}, "fused_loss": True},
     "dualpipev, ep 2": {"name": "dualpipev", "pp": 2, "ep": 2}, "dualpipe": {"name": "dualpipe", "pp": 2},
     "short keys, dualpipev, ep 2": {"model": MLA | {"kv_rank": 4}, "name": "dualpipev", "pp": 2, "ep": 2},
+    "padding, dualpipev": PADDED | {"name": "dualpipev", "pp": 2}, "padding, ep 2": PADDED | {"dp": 2, "ep": 2},
+    "packed": PACKED | {"cp": 2}, "packed, cp 2, dualpipe": PACKED | {"cp": 2, "name": "dualpipe", "pp": 2},
+    "packed, dualpipev": PACKED | {"name": "dualpipev", "pp": 2},
+    "packed, ep 2": {"kind": "packed", "cp": 1, "dp": 2, "ep": 2},
     "dp 2, ep 4": {"dp": 2, "ep": 4}, "1f1b_overlap, ep 2": {"name": "1f1b_overlap", "pp": 2, "ep": 2},
 }  # fmt: skip
 
@@ -59,23 +60,13 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.quick(
     "cp 4", "sliding window, documents", "latent attention", "dynamic", "padding and MTP", "labels left out",
-    "documents, dualpipev", "recompute full", "short keys, dualpipev, ep 2", "dp 2, ep 4",
+    "documents, dualpipev", "padding, dualpipev", "padding, ep 2", "packed", "packed, dualpipev", "packed, ep 2",
+    "recompute full", "short keys, dualpipev, ep 2", "dp 2, ep 4",
 )  # fmt: skip
 def test_an_update_equals_that_of_one_process(case):
     """Losses, gradients, loads, router losses and biases, in fp64."""
-    case = dict(case)
-    name, pp, dp, ep, cp, changes, kind = (
-        case.pop(key, default)
-        for key, default in (("name", "1f1b"), ("pp", 1), ("dp", 1), ("ep", 1), ("cp", 2), ("model", {}), ("kind", ""))
-    )
-    model = replace(MODEL, **changes)
-    expected = update(model, PLAIN, batch(kind), **case)
-    found = run_ranks(pp * dp * cp, on_ranks, name, pp, dp, Parallel(ep, cp=cp), model, kind, case)
-    for rank, values in enumerate(found):
-        place = Layout(pp, dp, ep, rank, cp=cp).replica % ep
-        own = {key: value.chunk(ep)[place] if ".experts." in key else value for key, value in expected.items()}
-        assert_equal({key: torch.from_numpy(value) for key, value in values.items()}, {key: own[key] for key in values})
-    assert {key for values in found for key in values} == expected.keys()
+    given = {"model": {}, "kind": "", "cp": 2} | case
+    check_layout(replace(MODEL, **given.pop("model")), batch(given.pop("kind")), **given)
 
 
 @pytest.mark.parametrize("fp8", [None, RECIPES["ue8m0"]], ids=["fp32", "fp8"])
@@ -83,16 +74,11 @@ def test_an_update_equals_that_of_one_process(case):
 @pytest.mark.quick("1f1b-1-1-fp32", "1f1b-1-1-fp8")
 def test_in_fp32_it_is_as_near_as_with_expert_parallelism(name, pp, ep, fp8):
     """The loss within 1e-6, and gradients within 1e-11 cosine distance."""
-    options = {"dtype": torch.float32, "fp8": fp8}
-    expected = update(MODEL, PLAIN, batch(""), **options)
-    found = run_ranks(2 * pp, on_ranks, name, pp, 1, Parallel(ep, cp=2), MODEL, "", options)
-    for rank, values in enumerate(found):
-        place = Layout(pp, 1, ep, rank, cp=2).replica % ep
-        assert values["loss"] == pytest.approx(expected["loss"].item(), rel=1e-6)
-        for key, value in values.items():
-            whole = expected[key].chunk(ep)[place] if ".experts." in key else expected[key]
-            if key not in ("loss", "loads") and whole.ndim > 1:
-                assert cosine_distance(torch.from_numpy(value), whole) < 1e-11, key
+    for found, expected in in_layout(MODEL, batch(""), name, pp, 1, ep, 2, dtype=torch.float32, fp8=fp8):
+        assert found["loss"].item() == pytest.approx(expected["loss"].item(), rel=1e-6)
+        for key, value in found.items():
+            if key not in ("loss", "loads") and value.ndim > 1:
+                assert cosine_distance(value, expected[key]) < 1e-11, key
 
 
 def sent_for_keys(_rank):

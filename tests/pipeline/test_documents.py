@@ -5,12 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_dualpipe.pipeline import Parallel
 from moe_dualpipe.pipeline.labels import Batch
-from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.schedule import build
-from tests.pipeline.test_padding import MODEL, PLAIN, MeanRouter, assert_equal, update
-from tests.support.ranks import run_ranks
+from tests.pipeline.test_padding import MeanRouter
+from tests.support.updates import MODEL, PLAIN, assert_equal, update
 
 LENGTHS = (5, 1, 6), (9, 3), (12,), (2, 2, 2, 2), (7,), (1, 11), (4, 8), (3, 3, 3, 3)
 """Of the documents in each of 8 sequences of 16 positions; what follows them is padding."""
@@ -78,36 +76,6 @@ def test_a_document_does_not_see_the_others():
     found = update(MODEL, PLAIN, batch)["loss"].item()
     batch.inputs[0, :5], batch.inputs[0, 6:], batch.inputs[1:] = 1, 2, 3
     assert before == 3 and update(MODEL, PLAIN, batch)["loss"].item() == pytest.approx(found, rel=1e-12)
-
-
-def on_ranks(_rank, name, ranks, parallel, model, count=4):
-    found = update(model, build(name, ranks, count), packed(), parallel)
-    return {name: tensor.numpy() for name, tensor in found.items()}
-
-
-LAYOUTS = {
-    "dualpipev": (2, "dualpipev", 2, Parallel()), "cp 2": (2, "1f1b", 1, Parallel(cp=2)),
-    "cp 2, dualpipe": (4, "dualpipe", 2, Parallel(cp=2)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("processes", "name", "ranks", "parallel"), LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.quick("dualpipev", "cp 2")
-def test_every_layout_counts_documents_the_same(processes, name, ranks, parallel):
-    model = replace(MODEL, mtp_layers=2)
-    expected = update(model, PLAIN, packed())
-    found = run_ranks(processes, on_ranks, name, ranks, parallel, model)
-    for values in found:
-        assert_equal({key: torch.from_numpy(value) for key, value in values.items()}, {k: expected[k] for k in values})
-    assert {key for values in found for key in values} == expected.keys()
-
-
-def test_experts_of_other_ranks_count_documents_the_same():
-    expected = update(MODEL, PLAIN, packed())
-    for rank, values in enumerate(run_ranks(2, on_ranks, "1f1b", 1, Parallel(ep=2), MODEL, 2)):
-        place = Layout(1, 2, 2, rank).replica % 2
-        own = {key: value.chunk(2)[place] if ".experts." in key else value for key, value in expected.items()}
-        assert_equal({key: torch.from_numpy(value) for key, value in values.items()}, own)
 
 
 @pytest.mark.parametrize("wrong", [-2, S])

@@ -7,19 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from moe_dualpipe.models import ModelConfig, RouterLayer, StageOptions, attach
-from moe_dualpipe.pipeline import Numerics, Parallel, Pipeline
+from moe_dualpipe.models import RouterLayer, attach
 from moe_dualpipe.pipeline.labels import Batch, step_labels
 from moe_dualpipe.runtime.layout import Layout
 from moe_dualpipe.schedule import build
-from tests.support.ranks import run_ranks
+from tests.support.updates import COUNT, MODEL, PLAIN, assert_equal, update
 
-MODEL = ModelConfig(
-    vocab_size=31, hidden_size=16, num_layers=4, num_dense_layers=1, num_heads=2, num_kv_heads=1, head_dim=8,
-    dense_size=24, expert_size=12, num_experts=4, experts_per_token=2, num_shared_experts=1, init_std=0.5,
-    sequence_loss=0.3, z_loss=0.2, router_bias=True,
-)  # fmt: skip
-SHORT, LONG, COUNT = 8, 20, 8
+SHORT, LONG = 8, 20
 
 
 class MeanRouter(RouterLayer):
@@ -54,37 +48,6 @@ def padded(inputs, labels, pads_with):
     return widen(inputs, pads_with), widen(labels, -100)
 
 
-def update(model, schedule, batch, parallel=Parallel(), size=2, prepare=None, dtype=torch.float64, **options):  # noqa: B008
-    """The loss, gradients, loads, router losses and biases of an update, by name. prepare: changes the parameters."""
-    numerics = Numerics(dtype=dtype, options=StageOptions(seed=1, **options))
-    pipeline = Pipeline(model, schedule, (size, batch[0].shape[1]), parallel, numerics)
-    pipeline.balance.rate = 0.01
-    for stage in pipeline.stages.values():
-        if prepare is not None:
-            prepare(stage.named_parameters())
-    own = pipeline.num_sequences * pipeline.layout.dp_rank
-    losses = pipeline.step(*Batch(*batch).rows(own, own + pipeline.num_sequences))
-    pipeline.sum_gradients()
-    found = {"loads": pipeline.balance.loads(pipeline.device)}
-    found |= {"loss": torch.tensor(pipeline.mean_loss(losses))}
-    means = pipeline.balance.after_step(found["loads"], pipeline.device)
-    found |= {name: torch.tensor(value) for name, value in means.items()}
-    for stage in pipeline.stages.values():
-        found |= {
-            name: p.grad / pipeline.num_micro_batches for name, p in stage.named_parameters() if p.grad is not None
-        }
-        found |= {name: b.clone() for name, b in stage.named_buffers() if "bias" in name}
-    mtp = [stage.mtp.take_loss() for stage in pipeline.stages.values() if stage.mtp is not None]
-    return found | ({"mtp loss": torch.tensor(pipeline.mean_loss(mtp))} if model.mtp_layers else {})
-
-
-def assert_equal(found, expected):
-    assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}")
-
-
-PLAIN = build("1f1b", 1, COUNT // 2)
 CHANGES = {
     "router losses": ({}, {}),
     "softmax": ({"router_score": "softmax", "router_bias": False}, {}),
@@ -108,15 +71,10 @@ def test_padding_changes_nothing(changes, options):
     assert_equal(update(model, PLAIN, padded(*batch, 17), **options), expected)
 
 
-def uneven():
-    """One sequence without any label: it fills up the batch."""
-    return padded(*short_batch((8, 5, 8, 3, 0, 6, 8, 4)), 9)
-
-
 def test_unequal_lengths_count_as_sequences_alone():
     """Each sequence alone, cut off after its last label, against all in one batch."""
     model, (inputs, labels) = replace(MODEL, router_bias=False, mtp_layers=1), short_batch((8, 5, 8, 3, 0, 6, 8, 4))
-    found = update(model, PLAIN, uneven())
+    found = update(model, PLAIN, padded(inputs, labels, 9))
     lengths = [8, 5, 8, 3, 6, 8, 4]
     rows = [row for row in range(COUNT) if row != 4]
     alone = [
@@ -128,27 +86,6 @@ def test_unequal_lengths_count_as_sequences_alone():
         expected = [each[name] * 4 for each in alone]  # of 3 layers and the MTP module
         counts = [4] * len(alone)
         assert found[name].item() == pytest.approx(torch.stack(expected).sum().item() / sum(counts), abs=2e-6), name
-
-
-def on_ranks(_rank, schedule, parallel, options):
-    found = update(replace(MODEL, mtp_layers=1), schedule, uneven(), parallel, size=1, **options)
-    return {name: tensor.numpy() for name, tensor in found.items()}  # tensors would need this process to live on
-
-
-LAYOUTS = {
-    "dualpipev": (2, build("dualpipev", 2, COUNT), Parallel()),
-    "experts on two ranks": (2, build("1f1b", 1, COUNT // 2), Parallel(ep=2)),
-}
-
-
-@pytest.mark.parametrize(("ranks", "schedule", "parallel"), LAYOUTS.values(), ids=LAYOUTS)
-def test_every_layout_counts_the_same(ranks, schedule, parallel):
-    expected = update(replace(MODEL, mtp_layers=1), PLAIN, uneven())
-    for found in run_ranks(ranks, on_ranks, schedule, parallel, {}):
-        same = expected.keys() & found.keys()
-        assert {"loads", "loss", "z_loss"} <= same
-        for name in same if parallel.ep == 1 else {name for name in same if ".experts." not in name}:
-            torch.testing.assert_close(torch.as_tensor(found[name]), expected[name], rtol=1e-9, atol=1e-11)
 
 
 def test_the_weights_of_positions_are_means_over_sequences():

@@ -14,10 +14,11 @@ from moe_dualpipe.schedule.build import NAMES
 from moe_dualpipe.training.config import OptimizerConfig, TrainConfig
 from moe_dualpipe.training.layout_choice import choose
 from moe_dualpipe.training.rules import check_options
-from tests.pipeline.test_padding import COUNT, PLAIN, SHORT, assert_equal, padded, short_batch, update
+from tests.pipeline.test_padding import SHORT, padded, short_batch
 from tests.support.checkpoints import tensors_of
 from tests.support.ranks import run_ranks
 from tests.support.runs import MODEL, change, losses, records, settings, train
+from tests.support.updates import COUNT, PLAIN, assert_equal, update
 
 STEPS = 3
 LOSS, NORM = 2e-6, 2e-5  # relative; other layouts sum in another order

@@ -81,7 +81,7 @@ def smaller(patch: pytest.MonkeyPatch, out: Path) -> None:
         (training, "preset", lambda _: replace(preset("tiny"), num_layers=1, hidden_size=32)),
         (training, "SIZE", 2), (training, "LENGTH", 8), (Pipeline, "step", queued),
         (dist, "init_process_group", lambda *_, **__: init("gloo", store=dist.HashStore(), rank=0, world_size=1)),
-        (tuning, "run_commands", lambda commands, *_: [(tune.main([*commands[0][3:]]), "")]),
+        (tuning, "run_workers", lambda commands, _: tune.main([*commands[0][3:]])),
         (tuning, "make_problem", lambda shape, device: tuning.Problem.random(shape, torch.float32, device)),
         (tuning, "candidate_configs", lambda *given: candidates(*given) and tuning.smoke_configs(given[0])[:1]),
         (tuning, "with_other_orders", lambda config: orders(config)[:1]),

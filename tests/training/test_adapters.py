@@ -5,13 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from moe_dualpipe.checkpoint import find_checkpoint
 from moe_dualpipe.checkpoint.huggingface import from_pretrained
-from moe_dualpipe.checkpoint.manifest import read_manifest
-from moe_dualpipe.checkpoint.tensor_file import TensorFolder
 from moe_dualpipe.models.config import LoRA
+from tests.support.checkpoints import tensors_of
 from tests.support.ranks import run_ranks
 from tests.support.runs import SHALLOW, equal_tensors, make_run, records, train, train_and_listen
 from tests.support.runs import settings as small_settings
@@ -32,12 +29,6 @@ def base(tmp_path_factory) -> Path:
     return folder
 
 
-def tensors(run: Path) -> dict[str, torch.Tensor]:
-    checkpoint = find_checkpoint(str(run))
-    opened = TensorFolder(checkpoint, read_manifest(checkpoint))
-    return {name: opened.read(name) for name in opened.entries}
-
-
 @pytest.mark.parametrize("weights", ["run", "hf"])
 @pytest.mark.quick("run")
 def test_the_base_stays_and_a_resumed_run_is_bit_equal(base, weights, tmp_path):
@@ -53,9 +44,9 @@ def test_the_base_stays_and_a_resumed_run_is_bit_equal(base, weights, tmp_path):
         make_run(other)
     resumed = settings(tmp_path / "again", lora=LORA, steps=4, resume=str(halted), ep=2)
     run_ranks(2, train, resumed)
-    whole = tensors(tmp_path / "whole")
-    assert equal_tensors(whole, tensors(tmp_path / "again"))
-    before = tensors(base / "run")
+    whole = tensors_of(tmp_path / "whole")
+    assert equal_tensors(whole, tensors_of(tmp_path / "again"))
+    before = tensors_of(base / "run")
     frozen = {name for name in before if name.startswith("model.")}
     assert equal_tensors({name: before[name] for name in frozen}, {name: whole[name] for name in frozen})
     state = {name.partition(".")[2] for name in whole if name.startswith("exp_avg.")}

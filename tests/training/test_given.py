@@ -96,6 +96,3 @@ def test_every_rank_copies_what_it_holds_of_given_weights(tmp_path, experts, ran
         if name.endswith("bias_E"):
             buffer.normal_()
     run_ranks(ranks, start_from, config, global_weights(other))
-
-
-# ---- Errors ----

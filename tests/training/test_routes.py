@@ -88,7 +88,7 @@ def test_other_routes_are_taken_where_they_are_known(tmp_path, recorded):
     assert run_ranks(2, replayed_step, config) == [2, 2]  # under DualPipe, each rank has all layers
 
 
-def test_generate_records_what_the_router_chooses_for_the_text(tmp_path, capsys):
+def test_generate_records_what_the_router_chooses_for_the_text(tmp_path, refused):
     folder, file = tmp_path / "run", tmp_path / "texts.safetensors"
     run_ranks(1, train, settings(folder, steps=1, model=dataclasses.replace(MODEL, num_layers=3)))
     written = ["--prompt", "def ", "--sample-tokens", "5", "--num", "3", "--record-routes", str(file)]
@@ -101,8 +101,8 @@ def test_generate_records_what_the_router_chooses_for_the_text(tmp_path, capsys)
     }  # fmt: skip
     assert found["layers.1.samples"].tolist() == [0, 1, 2]
     assert (found["layers.1.experts"][0, :4] == found["layers.1.experts"][2, :4]).all()  # of the same prompt
-    assert main(["generate", str(folder), *written, "--seq-len", "8"]) == 2
-    assert "--record-routes needs --seq-len 9 or more, for the whole text: got 8" in capsys.readouterr().err
+    message = "--record-routes needs --seq-len 9 or more, for the whole text: got 8"
+    assert message in refused("generate", folder, *written, "--seq-len", 8)
 
 
 ANOTHER = "has the routes of another run: "
