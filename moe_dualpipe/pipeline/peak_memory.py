@@ -60,9 +60,9 @@ def peak_memory(
     stages: the layers of each stage. dp: replicas of the model; ranks of context parallelism do not count. A stage is
     on dp x cp x tp ranks, which share its experts in groups of `batch.ep`.
     precision: bf16, fp8, mxfp8 or fp32. zero: replicas divide the optimizer state (ZeRO-1); the largest share counts.
-    whole_embedding: no replica has a part of the embedding or the head, as in this project, which divides no tensor.
-    gradient_copies: copies of a stage's gradients while replicas sum them, after the stage's last backward: 1 in this
-    project, 2 on CPUs, 0 if gradients are in one buffer.
+    whole_embedding: ZeRO-1 gives each tensor to one replica, as in this project. False: it cuts tensors.
+    gradient_copies: further copies of a stage's gradients while replicas sum them, after the stage's last backward: in
+    this project 1 on GPUs and 2 on CPUs; 0 if gradients are in one buffer.
     moments: of the optimizer for a matrix inside the blocks: 2 with AdamW, 1 with Muon. Embedding and head have 2.
     adapters: only these are trained. None: all parameters are.
     """

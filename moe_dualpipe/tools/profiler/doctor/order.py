@@ -1,11 +1,10 @@
 """Work that could start, but starts only when unrelated work ends:
 
-few-queues      The two streams share a hardware queue, which starts work in the order of launch. The signs: no work on
-                one stream ever started before work that was launched earlier on the other; and computation waits for
-                transfers, too.
+few-queues      Computation and transfers share a hardware queue, which starts work in the order of launch. The signs: all
+                work of both streams started in that order, and computation also waited for transfers.
 late-launch     Otherwise. The transfer was put behind computation that it does not need, or behind another transfer
                 whose input came later.
-early-wait      Computation waits for a transfer of the other chunk.
+early-wait      Computation waits for a transfer of the other micro-batch.
 """
 
 from dataclasses import replace
@@ -104,7 +103,7 @@ def _inputs(device: Device, *kinds: int) -> Ints:
 
 
 def _behind_later(device: Device, input_of: Ints) -> dict[int, float]:
-    """Transfers that wait on their stream for an earlier transfer, whose input was launched after their own input.
+    """Transfers queued behind a transfer of their stream whose input was launched later than theirs.
 
     Returns how much later these transfers start than if they had gone first.
     """
@@ -147,7 +146,7 @@ def _launched_with(graph: Graph, device: Device, rows: Ints, events: Ints, input
 
 
 def _early(device: Device, source: Ints, target: Ints, rows: Ints) -> list[FoundCause]:
-    """Computation that waits for transfers of the other chunk. Without the cause, their own chunk waits for them."""
+    """Computation that waits for a transfer of the other chunk. Without the cause, the transfer's own chunk waits."""
     start, delays = device.start[target], _delays(device, target)
     needing = np.array([
         next((e for e in range(at, len(device.kind)) if device.kind[e] == COMPUTE and device.chunks[e] == chunk), -1)
