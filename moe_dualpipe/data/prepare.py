@@ -37,9 +37,9 @@ from tqdm import tqdm
 
 from ..messages import check_range, printable
 from .chats import NO_TEMPLATE, Chat, ChatOptions, ChatTemplate, read_template
-from .documents import Documents, read_document
+from .documents import Documents
 from .encode import EncodedDocument, Split, encode_documents, hash_text, split_lines, text_of
-from .files import LOCK_FILE, FileStatus, divide, make_folder, only_writer, sync, write_synced
+from .files import LOCK_FILE, divide, make_folder, only_writer, sync, write_synced
 from .pool import run_in_processes
 from .rows import row_format
 from .token_files import CHUNK, HELD_OUT_FILES, TRAIN_FILE, Sidecar, flags_file
@@ -65,32 +65,11 @@ _TOKENS, _FLAGS, _TABLE = "tokens", "flags", "documents"
 # ---- Shards ----
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The files of a shard, in order."""
-
-    files: tuple[tuple[Path, FileStatus], ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes of the files."""
-        return sum(status.size for _, status in self.files)
-
-    def key(self, *options: str) -> str:
-        """A hash of the files and of `options`. Other machines see other devices and inodes."""
-        files = [(str(path), status.size, status.modified) for path, status in self.files]
-        return hashlib.blake2b(repr((files, options)).encode(), digest_size=16).hexdigest()
-
-    def documents(self, field: str) -> Iterator[str | Chat]:
-        """The texts or chats."""
-        return (text for path, status in self.files for text in read_document(path, status, field))
-
-
-def shards_of(found: Iterable[Documents]) -> list[Shard]:
+def shards_of(found: Iterable[Documents], field: str) -> list[Documents]:
     """Divide the files of all sources into shards, in order."""
-    files = [file for documents in found for file in documents.files.items()]
+    files = [file for documents in found for file in documents.files]
     sizes = {i: math.inf if row_format(path) else status.size for i, (path, status) in enumerate(files)}
-    return [Shard(tuple(files[i] for i in group)) for group in divide(sizes, SHARD_BYTES)]
+    return [Documents(tuple(files[i] for i in group), field) for group in divide(sizes, SHARD_BYTES)]
 
 
 @dataclass(frozen=True)
@@ -99,23 +78,25 @@ class ShardWriter:
 
     folder: Path
     tokenizer: Tokenizer
-    field: str
     special_tokens: bool = False
     chats: ChatOptions = NO_TEMPLATE
 
-    def path(self, shard: Shard) -> Path:
-        """The file of a shard."""
-        options = (str(self.special_tokens), *([] if self.chats.template is None else [repr(self.chats)]))
-        return self.folder / f"{shard.key(digest(self.tokenizer), self.field, *options)}.zip"
+    def path(self, shard: Documents) -> Path:
+        """The file of a shard. Its name is the same on machines that see other devices and inodes."""
+        files = [(str(path), status.size, status.modified) for path, status in shard.files]
+        chats = [] if self.chats.template is None else [repr(self.chats)]
+        options = digest(self.tokenizer), shard.field, str(self.special_tokens), *chats
+        key = hashlib.blake2b(repr((files, options)).encode(), digest_size=16).hexdigest()
+        return self.folder / f"{key}.zip"
 
-    def is_finished(self, shard: Shard) -> bool:
+    def is_finished(self, shard: Documents) -> bool:
         """Whether the file of a shard is whole, and has the documents that its files have now, which are read."""
         with suppress(ValueError):  # missing or damaged
             hashes = [content_hash for content_hash, *_ in _read_table(self.path(shard))]
-            return hashes == [hash_text(text_of(document)) for document in shard.documents(self.field)]
+            return hashes == [hash_text(text_of(document)) for document in shard]
         return False
 
-    def write(self, shard: Shard) -> bool:
+    def write(self, shard: Documents) -> bool:
         """Encode a shard, unless it is finished. Returns whether it was.
 
         Raises ValueError if its files are not text or have changed.
@@ -127,8 +108,7 @@ class ShardWriter:
         try:
             with zipfile.ZipFile(unfinished, "w") as file:
                 with file.open(_TOKENS, "w", force_zip64=True) as tokens:
-                    texts = shard.documents(self.field)
-                    for document in encode_documents(texts, self.tokenizer, self.special_tokens, self.chats):
+                    for document in encode_documents(shard, self.tokenizer, self.special_tokens, self.chats):
                         tokens.write(document.tokens_N.data)
                         flags += b"" if document.flags_N is None else document.flags_N.tobytes()
                         table.append((document.hash, len(document.tokens_N), document.text_bytes))
@@ -295,14 +275,14 @@ def prepare_data(
 
 def open_shards(
     sources: list[str], out: Path, tokenizer: Tokenizer, field: str = "text", special_tokens: bool = False
-) -> tuple[ShardWriter, list[Shard]]:
+) -> tuple[ShardWriter, list[Documents]]:
     """For programs whose workers write the shards of `out` on other machines: a writer, and the shards.
 
     Each worker calls `write` for some of the shards. Then `prepare_data` with the same arguments joins them. Raises
     ValueError if a source is not text, or if `out` cannot be written.
     """
     found = [Documents.find(source, field, option="") for source in sources]
-    return ShardWriter(_unfinished(out) / SHARDS, tokenizer, field, special_tokens), shards_of(found)
+    return ShardWriter(_unfinished(out) / SHARDS, tokenizer, special_tokens), shards_of(found, field)
 
 
 def _prepare(
@@ -316,11 +296,11 @@ def _prepare(
             raise documents.empty_error()
         if isinstance(first, Chat) and given is None:
             raise ValueError(f"{first.place}: chats need the tokenizer of their model: use --tokenizer tokenizer.json")
-    shards = shards_of(found)
-    texts = (text_of(document) for shard in shards for document in shard.documents(field))
+    shards = shards_of(found, field)
+    texts = (text_of(document) for shard in shards for document in shard)
     chosen = given or BPETokenizer.train((piece for text in texts for piece, _ in split_lines(text)), vocab_size)
     chats = ChatOptions(ChatTemplate.find(files, chosen), train_on)
-    writer = ShardWriter(unfinished / SHARDS, chosen, field, special_tokens, chats)
+    writer = ShardWriter(unfinished / SHARDS, chosen, special_tokens, chats)
     size, hidden, finished_before = sum(shard.size for shard in shards), None if show else True, 0
     with tqdm(desc="encoding", total=size, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
         for shard, was_finished in zip(shards, run_in_processes(writer.write, shards, workers), strict=True):
