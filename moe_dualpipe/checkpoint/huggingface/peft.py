@@ -204,7 +204,7 @@ class PeftAdapter:
             raise ValueError(f"{where}: r and lora_alpha must be numbers: got {quoted(rank, 60)}, {quoted(alpha, 60)}")
         check_range("r", rank, 1)
         scaled = alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
-        self._status, self._entries = read_header(folder / TENSOR_FILE)
+        self._entries = read_header(folder / TENSOR_FILE)
         keys = [*adapter_keys(layout_of(model, companions))]
         if unknown := {*self._entries} - {key.key for key in keys}:
             raise ValueError(
@@ -235,7 +235,7 @@ class PeftAdapter:
         for name in tensors:
             of_key.setdefault(self._keys[name].key, []).append(name)
         for key, names in of_key.items():
-            stored = read_entry(self._entries[key], self._status)  # may have the matrices of all experts
+            stored = read_entry(self._entries[key])  # may have the matrices of all experts
             for name in names:
                 tensors[name].copy_(self._matrix(self._keys[name], stored))
 
