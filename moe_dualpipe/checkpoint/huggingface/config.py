@@ -61,7 +61,6 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     if architecture.greedy:
         options |= _read_groups(config, architecture)
     _refuse_windows(config, architecture, options["num_layers"])
-    check_types(options)
     model = ModelConfig(**options)
     written = write_config(model, architecture)
     for key in _DERIVED & written.keys():
