@@ -25,12 +25,11 @@ import uuid
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import numpy as np
 from tqdm import tqdm
@@ -133,7 +132,8 @@ def join(paths: list[Path], folder: Path, tokenizer: Tokenizer) -> tuple[Sidecar
     split = Split.of([sizes], shortest=1)
     documents, text_bytes, kinds = [0, 0], [0, 0], set[bool]()
     with ExitStack() as stack:
-        sides = [[stack.enter_context(open_(folder / name, "wb")) for open_ in (open, _open_flags)] for name in FILES]
+        paths_of = [(folder / name, flags_file(folder / name)) for name in FILES]
+        sides = [[stack.enter_context(path.open("wb")) for path in pair] for pair in paths_of]
         for document in (document for path in paths for document in read_shard(path, dtype)):
             head, tail = split.divide(document)
             kinds.add(document.flags_N is not None)
@@ -156,30 +156,32 @@ def join(paths: list[Path], folder: Path, tokenizer: Tokenizer) -> tuple[Sidecar
 
 def read_shard(path: Path, dtype: np.dtype) -> Iterator[EncodedDocument]:
     """The documents of a shard, in order. Raises ValueError if it is damaged."""
-    table = _read_table(path)
-    sizes = [tokens for _, tokens, _ in table]
-    contents = _read(path, _TOKENS, [size * dtype.itemsize for size in sizes])
-    with zipfile.ZipFile(path) as shard:
-        has_flags = _FLAGS in shard.namelist()
-    flags = _read(path, _FLAGS, sizes) if has_flags else repeat(None, len(sizes))
-    for content, flags_N, (content_hash, _, text_bytes) in zip(contents, flags, table, strict=True):
-        found = None if flags_N is None else np.frombuffer(flags_N, np.uint8)
-        yield EncodedDocument(content_hash, np.frombuffer(content, dtype), text_bytes, found)
+    with _open_shard(path) as shard, shard.open(_TOKENS) as tokens, ExitStack() as stack:
+        flags = stack.enter_context(shard.open(_FLAGS)) if _FLAGS in shard.namelist() else None
+        for content_hash, size, text_bytes in _table(shard):
+            tokens_N = np.frombuffer(tokens.read(size * dtype.itemsize), dtype)
+            flags_N = np.frombuffer(flags.read(size), np.uint8) if flags else None
+            yield EncodedDocument(content_hash, tokens_N, text_bytes, flags_N)
 
 
 def _read_table(path: Path) -> list[list[int]]:
+    with _open_shard(path) as shard:
+        return _table(shard)
+
+
+def _table(shard: zipfile.ZipFile) -> list[list[int]]:
     """Hash, tokens and bytes of each document of a shard."""
-    (content,) = _read(path, _TABLE, [-1])
-    return np.frombuffer(content, np.uint64).reshape(-1, 3).tolist()
+    return np.frombuffer(shard.read(_TABLE), np.uint64).reshape(-1, 3).tolist()
 
 
-def _read(path: Path, name: str, sizes: Iterable[int]) -> Iterator[bytes]:
-    """The parts of a file in a shard; -1 is all. At its end, its checksum is compared. Raises ValueError."""
+@contextmanager
+def _open_shard(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Open a shard. Raises ValueError if it is damaged: at once, or at the end of a file whose checksum differs."""
     try:
-        with zipfile.ZipFile(path) as shard, shard.open(name) as file:
+        with zipfile.ZipFile(path) as shard:
             if shard.comment != _seal(path, shard):
                 raise ValueError
-            yield from map(file.read, sizes)
+            yield shard
     except Exception:  # zipfile raises many types
         raise ValueError(f"{printable(path)} is damaged: remove it, and repeat the command") from None
 
@@ -214,10 +216,6 @@ def _checksums(path: Path, size: int) -> list[int]:
     """Of each `size` bytes."""
     with path.open("rb") as file:
         return [zlib.crc32(chunk) for chunk in iter(partial(file.read, size), b"")]
-
-
-def _open_flags(path: Path, mode: str) -> BinaryIO:
-    return flags_file(path).open(mode)  # type: ignore[return-value]
 
 
 # ---- The result ----
