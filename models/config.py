@@ -229,6 +229,9 @@ class ModelConfig:
             )
 
     def _check_dense_layers(self) -> None:
+        given = self.dense_layers
+        if not isinstance(given, tuple | list) or any(type(layer) is not int for layer in given):
+            raise ValueError(f"dense_layers must be a list of whole numbers: got {printable(repr(given), 60)}")
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         for layer in self.dense_layers:
             if not 0 <= layer < self.num_layers:

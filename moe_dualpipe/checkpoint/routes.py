@@ -24,7 +24,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..data.files import FileStatus
 from ..data.strict_json import parse, reading
 from ..errors import without_frames
 from ..messages import describe, printable, quoted
@@ -73,29 +72,28 @@ def check_same_run(path: Path, found: Mapping[str, Any], run: Mapping[str, Any])
 class RecordedRoutes:
     """The routes in a file, or in all files of a folder.
 
-    run: of the routes that are wanted, with the K and the number of the experts. rows: by layer and sample, the file
-    and the row in it. files: by path, the status and the tensors of each. bytes: of all routes.
+    run: of the routes that are wanted, with the K and the number of the experts. rows: by layer and sample, the
+    tensor of the experts and the row in it. files, bytes: of all routes.
 
     Raises ValueError for files that cannot be read, of other runs, or of other shapes, and for a sample in two of them.
     """
 
     def __init__(self, source: Path, run: Mapping[str, Any]):
-        self.source, self.bytes, self.rows = source, 0, dict[int, dict[int, tuple[Path, int]]]()
+        self.source, self.bytes, self.rows = source, 0, dict[int, dict[int, tuple[TensorEntry, int]]]()
         self._k, self._num_experts, known = run["experts_per_token"], run["num_experts"], dict(run)
-        self.files: dict[Path, tuple[FileStatus | None, dict[str, TensorEntry]]] = {}
-        for file in sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else [source]:
-            self.files[file] = read_header(file)
+        self.files = sorted(source.glob(f"*{SUFFIX}")) if source.is_dir() else [source]
+        for file in self.files:
+            entries = read_header(file)
             found = run_of_file(file)
             check_same_run(file, found, known)
             known |= found
-            for layer in {int(match[1]) for name in self.files[file][1] if (match := _NAME.fullmatch(name))}:
-                self._add(file, layer)
+            for layer in {int(match[1]) for name in entries if (match := _NAME.fullmatch(name))}:
+                self._add(file, layer, entries)
         if not self.rows:
             raise ValueError(f"{printable(source)} has no routes: name a folder that record_routes wrote, or a file")
 
-    def _add(self, file: Path, layer: int) -> None:
+    def _add(self, file: Path, layer: int, entries: Mapping[str, TensorEntry]) -> None:
         """Note the rows of a layer in a file."""
-        status, entries = self.files[file]
         samples, experts = (entries.get(f"layers.{layer}.{kind}") for kind in ("samples", "experts"))
         if not (
             experts and samples and {experts.dtype, samples.dtype} <= _INTEGERS and len(experts.shape) == 3
@@ -108,13 +106,13 @@ class RecordedRoutes:
             )
         self.bytes += experts.nbytes
         rows = self.rows.setdefault(layer, {})
-        for row, number in enumerate(read_entry(samples, status).tolist()):
+        for row, number in enumerate(read_entry(samples).tolist()):
             if number in rows:
                 raise ValueError(
-                    f"{printable(file)}: sample {number} of layer {layer} is also in {printable(rows[number][0])}: "
-                    "remove the files of another run"
+                    f"{printable(file)}: sample {number} of layer {layer} is also in "
+                    f"{printable(rows[number][0].file)}: remove the files of another run"
                 )
-            rows[number] = file, row
+            rows[number] = experts, row
 
     def check(self, layer: int, samples: Sequence[int]) -> None:
         """Raise ValueError unless the layer has routes of all these samples."""
@@ -132,17 +130,15 @@ class RecordedRoutes:
         self.check(layer, samples)
         routes_NSK = torch.full((len(samples), length, self._k), -1)
         for routes_SK, number in zip(routes_NSK, samples, strict=True):
-            file, row = self.rows[layer][number]
-            status, entries = self.files[file]
-            whole = entries[f"layers.{layer}.experts"]
+            whole, row = self.rows[layer][number]
             size = whole.nbytes // whole.shape[0]
-            found_SK = read_entry(replace(whole, shape=whole.shape[1:], start=whole.start + row * size), status).long()
+            found_SK = read_entry(replace(whole, shape=whole.shape[1:], start=whole.start + row * size)).long()
             known_SK = found_SK[found_SK[:, 0] != -1]
             valid = bool(((known_SK >= 0) & (known_SK < self._num_experts)).all())
             if not valid or len(found_SK) > length or (known_SK.sort(1).values.diff(dim=1) == 0).any():
                 raise without_frames(ValueError(
-                    f"{printable(file)}: sample {number} of layer {layer} needs at most {length} positions, each with "
-                    f"{self._k} different experts below {self._num_experts}, or -1 first: got {len(found_SK)} "
+                    f"{printable(whole.file)}: sample {number} of layer {layer} needs at most {length} positions, each "
+                    f"with {self._k} different experts below {self._num_experts}, or -1 first: got {len(found_SK)} "
                     f"positions, with experts from {int(found_SK.min())} to {int(found_SK.max())}"
                 ))  # fmt: skip
             routes_SK[: len(found_SK)] = found_SK

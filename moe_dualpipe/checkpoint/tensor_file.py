@@ -56,26 +56,27 @@ Announce = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor is stored. start: its first byte in `file`."""
+    """Where a tensor is stored. start: its first byte in `file`. status: of the file, unless it is on a store."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     file: Path
     start: int
+    status: FileStatus | None
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def read_header(path: Path) -> tuple[FileStatus | None, dict[str, TensorEntry]]:
-    """The status of a file, unless it is on a store, and its tensors in the order of their bytes.
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of a file in the order of their bytes.
 
     Raises ValueError, which names the file, and StorageError.
     """
     if (url := url_of(path)) is None:
         with DataFile(path) as file, reading(path):
-            return file.status, _entries(path, path, file.read(0, min(file.size, _LENGTH_BYTES)), file.size)
+            return _entries(path, path, file.read(0, min(file.size, _LENGTH_BYTES)), file.size, file.status)
     entry = entry_of(path)
     assert entry is not None
     start = read(url, 0, min(entry.size, _LENGTH_BYTES), stamp=entry.stamp)
@@ -85,10 +86,12 @@ def read_header(path: Path) -> tuple[FileStatus | None, dict[str, TensorEntry]]:
         sparse.write(start + header)
         sparse.truncate(entry.size)
         sparse.flush()
-        return None, _entries(Path(sparse.name), path, start, entry.size)
+        return _entries(Path(sparse.name), path, start, entry.size)
 
 
-def _entries(local: Path, path: Path, first: bytes | bytearray, size: int) -> dict[str, TensorEntry]:
+def _entries(
+    local: Path, path: Path, first: bytes | bytearray, size: int, status: FileStatus | None = None
+) -> dict[str, TensorEntry]:
     """The tensors of `path`, whose header is in the file `local`. first: its first bytes. Raises ValueError."""
     if first == _GIT_LFS:
         raise ValueError("it is a Git LFS pointer in place of the file: run git lfs pull")
@@ -109,7 +112,7 @@ def _entries(local: Path, path: Path, first: bytes | bytearray, size: int) -> di
     start = size - sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in described.values())  # no gaps
     entries = {}
     for name, (dtype, shape) in described.items():
-        entries[name] = TensorEntry(DTYPES[dtype], tuple(shape), path, start)
+        entries[name] = TensorEntry(DTYPES[dtype], tuple(shape), path, start, status)
         start += entries[name].nbytes
     return entries
 
@@ -120,13 +123,10 @@ def read_metadata(path: Path) -> dict[str, str]:
         return opened.metadata() or {}
 
 
-def read_entry(entry: TensorEntry, status: FileStatus | None) -> Tensor:
-    """Return a tensor, as a new CPU tensor in the stored dtype. Raises ValueError if it cannot be read.
-
-    status: of its file, from `read_header`.
-    """
+def read_entry(entry: TensorEntry) -> Tensor:
+    """Return a tensor, as a new CPU tensor in the stored dtype. Raises ValueError if it cannot be read."""
     data = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
-    with DataFile(entry.file, status) as opened:
+    with DataFile(entry.file, entry.status) as opened:
         opened.read_into(entry.start, data.numpy().data)
     return data.view(entry.dtype).reshape(entry.shape)
 
@@ -188,9 +188,8 @@ class TensorFolder:
                 f"{shown} has neither {SINGLE_FILE} nor {INDEX_FILE}; pickles (.bin, .pt) can run code, so they are "
                 f"not read: convert them with the transformers library, {way}"
             )
-        self._statuses = {name: status for name, (status, _) in headers.items()}
         self.entries: Mapping[str, TensorEntry] = {
-            name: entry for _, entries in headers.values() for name, entry in entries.items()
+            name: entry for entries in headers.values() for name, entry in entries.items()
         }
 
     def by_position(self, names: Iterable[str]) -> list[str]:
@@ -204,12 +203,11 @@ class TensorFolder:
         """
         if (entry := self.entries.get(name)) is None:
             raise ValueError(f"{printable(self.folder)} has no tensor {quoted(name)}")
-        file = entry.file.name
-        fetch(entry.file, self._checksums.get(file))
-        return read_entry(entry, self._statuses[file])
+        fetch(entry.file, self._checksums.get(entry.file.name))
+        return read_entry(entry)
 
 
-def _read_shards(index: Path) -> dict[str, tuple[FileStatus | None, dict[str, TensorEntry]]]:
+def _read_shards(index: Path) -> dict[str, dict[str, TensorEntry]]:
     """Read the headers of the files that an index lists. It must list every tensor of each, and no others.
 
     Its metadata is ignored: the total_size of many published checkpoints is wrong.
@@ -224,7 +222,7 @@ def _read_shards(index: Path) -> dict[str, tuple[FileStatus | None, dict[str, Te
                 f"it lists {printable(missing[0], 60)}{more}, not found: download or copy the folder again"
             )
     shards = {name: read_header(index.with_name(name)) for name in names}
-    stored = {(name, file) for file, (_, entries) in shards.items() for name in entries}
+    stored = {(name, file) for file, entries in shards.items() for name in entries}
     if wrong := stored ^ {*listed.items()}:
         name, file = min(wrong)
         problem = "has it, but it is not listed there" if (name, file) in stored else "does not have it"

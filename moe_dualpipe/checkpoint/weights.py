@@ -15,7 +15,7 @@ from ..data.strict_json import read_if_there
 from ..expert_parallel.parameters import expert_ids, global_tensors
 from ..messages import check_range, plural, printable, quoted
 from ..models import ModelConfig
-from ..models.config import BUILT_IN, LoRA
+from ..models.config import BUILT_IN, LoRA, options_field
 from ..models.costs import shape_of
 from ..models.custom_layers import Factory, name_of, same_layer
 from ..models.lora import adapted_weight, low_rank_update
@@ -218,19 +218,10 @@ def model_config(saved: Mapping[str, Any]) -> ModelConfig:
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     if unknown := [name for name in saved if name not in known]:
         raise ValueError(f"unknown option {quoted(unknown[0], 60)}")
-    saved = {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}
-    check_types(saved)
+    for name in map(options_field, BUILT_IN):
+        if not isinstance(given := saved.get(name, ""), str):  # only programs give options as objects
+            raise ValueError(f"{name} must be text: got {quoted(given, 60)}")
     return ModelConfig(**saved)
-
-
-def check_types(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an option of `ModelConfig` with a value of another type."""
-    for field in dataclasses.fields(ModelConfig):
-        value, kind = options.get(field.name, field.default), type(field.default)
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise ValueError(f"{field.name} must be of type {kind.__name__}: got {quoted(value, 60)}")
-        if isinstance(value, tuple) and any(type(entry) is not int for entry in value):
-            raise ValueError(f"{field.name} must be a list of whole numbers: got {quoted([*value], 60)}")
 
 
 def with_named_layers(model: ModelConfig, named: Mapping[str, str | Factory | None], where: str) -> ModelConfig:

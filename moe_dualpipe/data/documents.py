@@ -38,14 +38,15 @@ class NotTextError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The documents of one source, none of them empty. Each iteration reads the files again.
+    """The documents in the files of a source or of a shard, none of them empty. Each iteration reads the files again.
 
-    name: of the source in messages. skipped: files that are not text, each with the reason in parentheses.
+    field: the key of the text in rows. name: of the source in messages. skipped: files that are not text, each with the
+    reason in parentheses.
     """
 
-    name: str
-    files: dict[Path, FileStatus]
+    files: tuple[tuple[Path, FileStatus], ...]
     field: str
+    name: str = ""
     skipped: tuple[str, ...] = ()
 
     @classmethod
@@ -67,14 +68,20 @@ class Documents:
         if problems and alone:
             known = f"; other formats are {', '.join(KINDS)}" if Path(source).suffix else ""
             raise ValueError(f"{name} is not text: {problems[Path(source)]}{known}")
-        kept = {path: status for path, status in files.items() if path not in problems}
+        kept = tuple((path, status) for path, status in files.items() if path not in problems)
         reasons = sorted((skipped | problems).items())
-        return cls(name, kept, field, tuple(f"{printable(path)} ({reason})" for path, reason in reasons))
+        return cls(kept, field, name, tuple(f"{printable(path)} ({reason})" for path, reason in reasons))
 
     def __iter__(self) -> Iterator[str | Chat]:
         """Raises ValueError, with file and row, for an invalid row, and if a file is damaged or has changed."""
-        for path, status in self.files.items():
-            yield from read_document(path, status, self.field)
+        for path, status in self.files:
+            with DataFile(path, status) as file:
+                yield from filter(None, read_rows(file, self.field) if row_format(path) else [_read_text(file)])
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files."""
+        return sum(status.size for _, status in self.files)
 
     def empty_error(self) -> ValueError:
         """The error for a source without any text."""
@@ -86,12 +93,6 @@ class Documents:
             return ""
         more = f", and {len(self.skipped) - 3} more" if len(self.skipped) > 3 else ""
         return f"; {len(self.skipped)} skipped as not text: {', '.join(self.skipped[:3])}{more}"
-
-
-def read_document(path: Path, status: FileStatus, field: str) -> Iterator[str | Chat]:
-    """Read the documents of a file. Raises ValueError, with file and row, as `read_rows` and `DataFile`."""
-    with DataFile(path, status) as file:
-        yield from filter(None, read_rows(file, field) if row_format(path) else [_read_text(file)])
 
 
 # ---- Files ----

@@ -25,21 +25,20 @@ import uuid
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import numpy as np
 from tqdm import tqdm
 
 from ..messages import check_range, printable
 from .chats import NO_TEMPLATE, Chat, ChatOptions, ChatTemplate, read_template
-from .documents import Documents, read_document
+from .documents import Documents
 from .encode import EncodedDocument, Split, encode_documents, hash_text, split_lines, text_of
-from .files import LOCK_FILE, FileStatus, divide, make_folder, only_writer, sync, write_synced
+from .files import LOCK_FILE, divide, make_folder, only_writer, sync, write_synced
 from .pool import run_in_processes
 from .rows import row_format
 from .token_files import CHUNK, HELD_OUT_FILES, TRAIN_FILE, Sidecar, flags_file
@@ -65,32 +64,11 @@ _TOKENS, _FLAGS, _TABLE = "tokens", "flags", "documents"
 # ---- Shards ----
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The files of a shard, in order."""
-
-    files: tuple[tuple[Path, FileStatus], ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes of the files."""
-        return sum(status.size for _, status in self.files)
-
-    def key(self, *options: str) -> str:
-        """A hash of the files and of `options`. Other machines see other devices and inodes."""
-        files = [(str(path), status.size, status.modified) for path, status in self.files]
-        return hashlib.blake2b(repr((files, options)).encode(), digest_size=16).hexdigest()
-
-    def documents(self, field: str) -> Iterator[str | Chat]:
-        """The texts or chats."""
-        return (text for path, status in self.files for text in read_document(path, status, field))
-
-
-def shards_of(found: Iterable[Documents]) -> list[Shard]:
+def shards_of(found: Iterable[Documents], field: str) -> list[Documents]:
     """Divide the files of all sources into shards, in order."""
-    files = [file for documents in found for file in documents.files.items()]
+    files = [file for documents in found for file in documents.files]
     sizes = {i: math.inf if row_format(path) else status.size for i, (path, status) in enumerate(files)}
-    return [Shard(tuple(files[i] for i in group)) for group in divide(sizes, SHARD_BYTES)]
+    return [Documents(tuple(files[i] for i in group), field) for group in divide(sizes, SHARD_BYTES)]
 
 
 @dataclass(frozen=True)
@@ -99,23 +77,25 @@ class ShardWriter:
 
     folder: Path
     tokenizer: Tokenizer
-    field: str
     special_tokens: bool = False
     chats: ChatOptions = NO_TEMPLATE
 
-    def path(self, shard: Shard) -> Path:
-        """The file of a shard."""
-        options = (str(self.special_tokens), *([] if self.chats.template is None else [repr(self.chats)]))
-        return self.folder / f"{shard.key(digest(self.tokenizer), self.field, *options)}.zip"
+    def path(self, shard: Documents) -> Path:
+        """The file of a shard. Its name is the same on machines that see other devices and inodes."""
+        files = [(str(path), status.size, status.modified) for path, status in shard.files]
+        chats = [] if self.chats.template is None else [repr(self.chats)]
+        options = digest(self.tokenizer), shard.field, str(self.special_tokens), *chats
+        key = hashlib.blake2b(repr((files, options)).encode(), digest_size=16).hexdigest()
+        return self.folder / f"{key}.zip"
 
-    def is_finished(self, shard: Shard) -> bool:
+    def is_finished(self, shard: Documents) -> bool:
         """Whether the file of a shard is whole, and has the documents that its files have now, which are read."""
         with suppress(ValueError):  # missing or damaged
             hashes = [content_hash for content_hash, *_ in _read_table(self.path(shard))]
-            return hashes == [hash_text(text_of(document)) for document in shard.documents(self.field)]
+            return hashes == [hash_text(text_of(document)) for document in shard]
         return False
 
-    def write(self, shard: Shard) -> bool:
+    def write(self, shard: Documents) -> bool:
         """Encode a shard, unless it is finished. Returns whether it was.
 
         Raises ValueError if its files are not text or have changed.
@@ -127,8 +107,7 @@ class ShardWriter:
         try:
             with zipfile.ZipFile(unfinished, "w") as file:
                 with file.open(_TOKENS, "w", force_zip64=True) as tokens:
-                    texts = shard.documents(self.field)
-                    for document in encode_documents(texts, self.tokenizer, self.special_tokens, self.chats):
+                    for document in encode_documents(shard, self.tokenizer, self.special_tokens, self.chats):
                         tokens.write(document.tokens_N.data)
                         flags += b"" if document.flags_N is None else document.flags_N.tobytes()
                         table.append((document.hash, len(document.tokens_N), document.text_bytes))
@@ -153,7 +132,8 @@ def join(paths: list[Path], folder: Path, tokenizer: Tokenizer) -> tuple[Sidecar
     split = Split.of([sizes], shortest=1)
     documents, text_bytes, kinds = [0, 0], [0, 0], set[bool]()
     with ExitStack() as stack:
-        sides = [[stack.enter_context(open_(folder / name, "wb")) for open_ in (open, _open_flags)] for name in FILES]
+        paths_of = [(folder / name, flags_file(folder / name)) for name in FILES]
+        sides = [[stack.enter_context(path.open("wb")) for path in pair] for pair in paths_of]
         for document in (document for path in paths for document in read_shard(path, dtype)):
             head, tail = split.divide(document)
             kinds.add(document.flags_N is not None)
@@ -176,30 +156,32 @@ def join(paths: list[Path], folder: Path, tokenizer: Tokenizer) -> tuple[Sidecar
 
 def read_shard(path: Path, dtype: np.dtype) -> Iterator[EncodedDocument]:
     """The documents of a shard, in order. Raises ValueError if it is damaged."""
-    table = _read_table(path)
-    sizes = [tokens for _, tokens, _ in table]
-    contents = _read(path, _TOKENS, [size * dtype.itemsize for size in sizes])
-    with zipfile.ZipFile(path) as shard:
-        has_flags = _FLAGS in shard.namelist()
-    flags = _read(path, _FLAGS, sizes) if has_flags else repeat(None, len(sizes))
-    for content, flags_N, (content_hash, _, text_bytes) in zip(contents, flags, table, strict=True):
-        found = None if flags_N is None else np.frombuffer(flags_N, np.uint8)
-        yield EncodedDocument(content_hash, np.frombuffer(content, dtype), text_bytes, found)
+    with _open_shard(path) as shard, shard.open(_TOKENS) as tokens, ExitStack() as stack:
+        flags = stack.enter_context(shard.open(_FLAGS)) if _FLAGS in shard.namelist() else None
+        for content_hash, size, text_bytes in _table(shard):
+            tokens_N = np.frombuffer(tokens.read(size * dtype.itemsize), dtype)
+            flags_N = np.frombuffer(flags.read(size), np.uint8) if flags else None
+            yield EncodedDocument(content_hash, tokens_N, text_bytes, flags_N)
 
 
 def _read_table(path: Path) -> list[list[int]]:
+    with _open_shard(path) as shard:
+        return _table(shard)
+
+
+def _table(shard: zipfile.ZipFile) -> list[list[int]]:
     """Hash, tokens and bytes of each document of a shard."""
-    (content,) = _read(path, _TABLE, [-1])
-    return np.frombuffer(content, np.uint64).reshape(-1, 3).tolist()
+    return np.frombuffer(shard.read(_TABLE), np.uint64).reshape(-1, 3).tolist()
 
 
-def _read(path: Path, name: str, sizes: Iterable[int]) -> Iterator[bytes]:
-    """The parts of a file in a shard; -1 is all. At its end, its checksum is compared. Raises ValueError."""
+@contextmanager
+def _open_shard(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Open a shard. Raises ValueError if it is damaged: at once, or at the end of a file whose checksum differs."""
     try:
-        with zipfile.ZipFile(path) as shard, shard.open(name) as file:
+        with zipfile.ZipFile(path) as shard:
             if shard.comment != _seal(path, shard):
                 raise ValueError
-            yield from map(file.read, sizes)
+            yield shard
     except Exception:  # zipfile raises many types
         raise ValueError(f"{printable(path)} is damaged: remove it, and repeat the command") from None
 
@@ -234,10 +216,6 @@ def _checksums(path: Path, size: int) -> list[int]:
     """Of each `size` bytes."""
     with path.open("rb") as file:
         return [zlib.crc32(chunk) for chunk in iter(partial(file.read, size), b"")]
-
-
-def _open_flags(path: Path, mode: str) -> BinaryIO:
-    return flags_file(path).open(mode)  # type: ignore[return-value]
 
 
 # ---- The result ----
@@ -295,14 +273,14 @@ def prepare_data(
 
 def open_shards(
     sources: list[str], out: Path, tokenizer: Tokenizer, field: str = "text", special_tokens: bool = False
-) -> tuple[ShardWriter, list[Shard]]:
+) -> tuple[ShardWriter, list[Documents]]:
     """For programs whose workers write the shards of `out` on other machines: a writer, and the shards.
 
     Each worker calls `write` for some of the shards. Then `prepare_data` with the same arguments joins them. Raises
     ValueError if a source is not text, or if `out` cannot be written.
     """
     found = [Documents.find(source, field, option="") for source in sources]
-    return ShardWriter(_unfinished(out) / SHARDS, tokenizer, field, special_tokens), shards_of(found)
+    return ShardWriter(_unfinished(out) / SHARDS, tokenizer, special_tokens), shards_of(found, field)
 
 
 def _prepare(
@@ -316,11 +294,11 @@ def _prepare(
             raise documents.empty_error()
         if isinstance(first, Chat) and given is None:
             raise ValueError(f"{first.place}: chats need the tokenizer of their model: use --tokenizer tokenizer.json")
-    shards = shards_of(found)
-    texts = (text_of(document) for shard in shards for document in shard.documents(field))
+    shards = shards_of(found, field)
+    texts = (text_of(document) for shard in shards for document in shard)
     chosen = given or BPETokenizer.train((piece for text in texts for piece, _ in split_lines(text)), vocab_size)
     chats = ChatOptions(ChatTemplate.find(files, chosen), train_on)
-    writer = ShardWriter(unfinished / SHARDS, chosen, field, special_tokens, chats)
+    writer = ShardWriter(unfinished / SHARDS, chosen, special_tokens, chats)
     size, hidden, finished_before = sum(shard.size for shard in shards), None if show else True, 0
     with tqdm(desc="encoding", total=size, unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
         for shard, was_finished in zip(shards, run_in_processes(writer.write, shards, workers), strict=True):

@@ -196,6 +196,8 @@ def test_a_key_that_says_what_the_architecture_does_loads_and_another_value_does
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types with 'sliding_attention' is not supported"),
     ({"layer_types": ["full_attention"] * 2}, "layer_types has 2 entries for 3 layers"),
     ({"clip_qkv": 8.0}, "clip_qkv 8.0"),
+    ({"num_attention_heads": "8"}, "num_attention_heads must be a whole number: got '8'"),
+    ({"rms_norm_eps": None}, "it has no rms_norm_eps"),
     ({"rope_parameters": {"rope_type": "longrope", "factor": 8.0}},
      "the rotary embedding 'longrope' is not supported: only default, linear, dynamic, llama3, yarn"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "its rotary embedding 'llama3' has no original_max"),

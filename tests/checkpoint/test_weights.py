@@ -124,7 +124,7 @@ def test_a_folder_without_any_weight_of_the_model_is_refused(tmp_path):
 
 @pytest.mark.parametrize("model,problem", [
     ({"num_layers": 4000}, "its 4,001 layers of 4 experts and 2 heads do not fit into the "),
-    ({"num_layers": "4"}, "num_layers must be of"), ({"num_experts": 3000}, "layers of 3,000 experts and "),
+    ({"num_layers": "4"}, "num_layers must be a whole number"), ({"num_experts": 3000}, "layers of 3,000 experts and "),
     ({"vocab_size": 128}, "has shape [256, 32], expected [128, 32]"), ({"expert_size": 2**16}, " do not fit into the "),
     ({"experts": "os:system"}, "has custom experts 'os:system'"),
 ], ids=str)  # fmt: skip

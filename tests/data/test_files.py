@@ -16,7 +16,7 @@ from tests.support.mutations import check_message
 
 
 def test_the_default_text_is_the_standard_library_without_tests_and_packages():
-    names = {path.name for path in Documents.find("stdlib").files}
+    names = {path.name for path, _ in Documents.find("stdlib").files}
     assert len(names) > 500 and "dataclasses.py" in names and not names & {"pytest.py", "test_dataclasses.py"}
 
 
@@ -103,7 +103,7 @@ def test_reads_are_complete_or_an_error_that_names_the_file(tmp_path, monkeypatc
 
 
 def found(source) -> list[str]:
-    return [str(path) for path in Documents.find(str(source)).files]
+    return [str(path) for path, _ in Documents.find(str(source)).files]
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_a_folder_with_any_links_has_its_real_files_once(tmp_path_factory, data)
             name.symlink_to(target)
     keys = sorted((path.stat().st_dev, path.stat().st_ino) for path in files)
     for source in (root, f"{root}/**", f"{root}/**/*"):
-        paths = [*Documents.find(str(source)).files]
+        paths = [path for path, _ in Documents.find(str(source)).files]
         assert sorted((path.stat().st_dev, path.stat().st_ino) for path in paths) == keys
         assert paths == sorted(paths) and not any(path.is_symlink() for path in paths)
 

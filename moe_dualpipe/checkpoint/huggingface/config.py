@@ -8,11 +8,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ...messages import printable, quoted
+from ...messages import WANTED, printable, quoted
 from ...models import ModelConfig
 from ...models.config import BUILT_IN
 from ...models.custom_layers import same_layer
-from ..weights import check_types
 from .architectures import ALIASES, ARCHITECTURES, QK_NORMS, REQUIRED, Architecture, JsonKey
 
 _ONLY = {
@@ -23,6 +22,7 @@ _ONLY = {
 _OF_TRAINING = {"init_std", "sequence_loss", "z_loss", "mtp_weight", "router_dtype"}
 """Options that the config.json of a published model lacks, or that do not change what its weights mean."""
 _LENGTHS, _SHARED_SIZE = "max_position_embeddings", "shared_expert_intermediate_size"
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
 _DERIVED = {"num_key_value_heads", "head_dim", "qk_head_dim", _SHARED_SIZE}
 """Keys of config.json that must have the value that would be written, if they are there."""
 
@@ -46,7 +46,6 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     for key, only in architecture.fixed.items():
         if (value := config.get(key, only)) != only:
             raise ValueError(f"{key} {quoted(value, 60)} is not supported: only {quoted(only, 60)}")
-    check_types(options)
     if architecture.options.get("attention") != "mla":
         options["num_kv_heads"] = _number(config, "num_key_value_heads", options["num_heads"])
         options["head_dim"] = _number(config, "head_dim", options["hidden_size"] // max(options["num_heads"], 1))
@@ -61,7 +60,6 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     if architecture.greedy:
         options |= _read_groups(config, architecture)
     _refuse_windows(config, architecture, options["num_layers"])
-    check_types(options)
     model = ModelConfig(**options)
     written = write_config(model, architecture)
     for key in _DERIVED & written.keys():
@@ -79,10 +77,15 @@ def _value(config: Mapping[str, Any], key: JsonKey) -> Any:
     value = key.default if value is None and key.null else value
     if value is REQUIRED or value is None:
         raise ValueError(f"it has no {key.key}")
-    meant = [option for published, option in key.values if published is value]
-    if key.values and not meant:
-        raise ValueError(f"{key.key} {quoted(value, 60)} is not supported")
-    return meant[0] if meant else value
+    if key.values:
+        meant = [option for published, option in key.values if published is value]
+        if not meant:
+            raise ValueError(f"{key.key} {quoted(value, 60)} is not supported")
+        return meant[0]
+    kind = type(_DEFAULTS[key.option])
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise ValueError(f"{key.key} must be {WANTED[kind]}: got {quoted(value, 60)}")
+    return value
 
 
 def find_architecture(model: ModelConfig) -> Architecture:
@@ -131,15 +134,14 @@ def canonical(model: ModelConfig) -> ModelConfig:
     """An equivalent model: equivalent models get the same options, and options without effect their defaults."""
     dense = [layer for layer in range(model.num_layers) if model.is_dense(layer)]
     first = next((i for i, layer in enumerate([*dense, -1]) if layer != i), 0)
-    fields = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
     unused = set().union(*(names for kind, names in _ONLY.items() if kind != model.attention))
     unused |= {"expert_groups", "top_groups", "group_score"} if model.expert_groups == model.top_groups else set()
     unused |= {"dense_size"} if not dense else set()
     kind = _rope_kind(model)
-    unused |= {name for name in fields if name.startswith("yarn_")} - {option for _, option, _ in _ROPES[kind]}
+    unused |= {name for name in _DEFAULTS if name.startswith("yarn_")} - {option for _, option, _ in _ROPES[kind]}
     unused |= {"rope_scaling"} if kind == "default" else set()
     return dataclasses.replace(
-        model, **{name: fields[name] for name in unused}, num_dense_layers=first, dense_layers=tuple(dense[first:])
+        model, **{name: _DEFAULTS[name] for name in unused}, num_dense_layers=first, dense_layers=tuple(dense[first:])
     )
 
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from ..tensor_file import read_entry, read_header, write_tensors
 from ..weights import SavedModel, group_names
 from .companions import companions_of, encoded
 from .save import layout_of
-from .tensors import PublishedRows, Target, TensorLayout
+from .tensors import PublishedRows, TensorLayout
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -76,26 +77,17 @@ def adapter_keys(layout: TensorLayout) -> Iterator[AdapterKey]:
         kind = kind_of(target.name) if target.name.startswith("layers.") else ""
         if not kind or len(target.shape) < 2:
             continue
-        for number, part in enumerate(target.parts):
-            for matrix in "AB":
-                yield from _keys_of(layout, target, kind, number, part, matrix)
-
-
-def _keys_of(
-    layout: TensorLayout, target: Target, kind: str, number: int, part: PublishedRows, matrix: str
-) -> Iterator[AdapterKey]:
-    block, _, _ = part.name.partition(f".{layout.architecture.mlp}.")
-    if target.expert:
-        if number:  # gate and up are one tensor, which has one adapter
-            return
-        prefix, weight, expert = target.name.rsplit(".", 2)
-        inner = ".base_layer" if weight == "gate_up" else ""  # PEFT wraps this parameter first
-        key = f"{_PREFIX}{block}.mlp.experts{inner}.lora_{matrix}.weight"
-        yield AdapterKey(f"{prefix}.lora.{weight}_{matrix}.{expert}", key, matrix, part, kind, int(expert))
-        return
-    module = part.name.replace(f".{layout.architecture.mlp}.", ".mlp.").removesuffix(".weight")
-    name = f"{target.name.removesuffix('.weight')}.lora.{matrix}.{number}"
-    yield AdapterKey(name, f"{_PREFIX}{module}.lora_{matrix}.weight", matrix, part, kind)
+        parts = target.parts[:1] if target.expert else target.parts  # gate and up of experts have one adapter
+        for (number, part), matrix in product(enumerate(parts), "AB"):
+            module = part.name.replace(f".{layout.architecture.mlp}.", ".mlp.").removesuffix(".weight")
+            name, expert = f"{target.name.removesuffix('.weight')}.lora.{matrix}.{number}", None
+            if target.expert:
+                prefix, weight, expert = target.name.rsplit(".", 2)
+                name = f"{prefix}.lora.{weight}_{matrix}.{expert}"
+                inner = ".base_layer" if weight == "gate_up" else ""  # PEFT wraps this parameter first
+                module = f"{module.partition('.mlp.')[0]}.mlp.experts{inner}"
+            key = f"{_PREFIX}{module}.lora_{matrix}.weight"
+            yield AdapterKey(name, key, matrix, part, kind, None if expert is None else int(expert))
 
 
 def _targets(keys: list[AdapterKey]) -> dict[str, list[str]]:
@@ -204,7 +196,7 @@ class PeftAdapter:
             raise ValueError(f"{where}: r and lora_alpha must be numbers: got {quoted(rank, 60)}, {quoted(alpha, 60)}")
         check_range("r", rank, 1)
         scaled = alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
-        self._status, self._entries = read_header(folder / TENSOR_FILE)
+        self._entries = read_header(folder / TENSOR_FILE)
         keys = [*adapter_keys(layout_of(model, companions))]
         if unknown := {*self._entries} - {key.key for key in keys}:
             raise ValueError(
@@ -235,7 +227,7 @@ class PeftAdapter:
         for name in tensors:
             of_key.setdefault(self._keys[name].key, []).append(name)
         for key, names in of_key.items():
-            stored = read_entry(self._entries[key], self._status)  # may have the matrices of all experts
+            stored = read_entry(self._entries[key])  # may have the matrices of all experts
             for name in names:
                 tensors[name].copy_(self._matrix(self._keys[name], stored))
 

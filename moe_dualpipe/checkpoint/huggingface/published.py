@@ -97,11 +97,9 @@ class PublishedModel:
         the tensor compares them.
         """
         for name, tensor in tensors.items():
-            first = 0
-            for part in self.targets[name].parts:
-                published = self._read(part.name, tensor.dtype)
-                tensor[first : first + part.shape[0]].copy_(part.from_published(published))
-                first += part.shape[0]
+            target = self.targets[name]
+            for part, rows in zip(target.parts, tensor.split(target.heights), strict=True):
+                rows.copy_(part.from_published(self._read(part.name, tensor.dtype)))
         for name, original in self._copies.items():
             if _OURS[original] in tensors:
                 self._compare(name, original)

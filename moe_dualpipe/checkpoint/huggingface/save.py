@@ -115,8 +115,7 @@ class ExportPlan:
         for target in self.layout.targets():
             if not any({part.name, f"{part.name}{SCALE}"} & wanted for part in target.parts):
                 continue
-            sizes = [part.shape[0] for part in target.parts]
-            for part, rows in zip(target.parts, self.read(target.name).split(sizes), strict=True):
+            for part, rows in zip(target.parts, self.read(target.name).split(target.heights), strict=True):
                 if self.fp8 and target.expert:
                     yield from self._in_fp8(part, rows, wanted, target.name)
                 elif part.name in wanted:

@@ -100,9 +100,13 @@ class Target:
     expert: bool = False
 
     @property
+    def heights(self) -> list[int]:
+        """The number of rows of each part."""
+        return [part.shape[0] for part in self.parts]
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        first = self.parts[0].shape
-        return (sum(part.shape[0] for part in self.parts), *first[1:])
+        return (sum(self.heights), *self.parts[0].shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
