@@ -1,7 +1,7 @@
 """Work that could start, but starts only when unrelated work ends:
 
-few-queues      Computation and transfers share a hardware queue, which starts work in the order of launch. The signs: all
-                work of both streams started in that order, and computation also waited for transfers.
+few-queues      Computation and transfers share a hardware queue, which starts work in the order of launch. The signs:
+                all work of both streams started in that order, and computation also waited for transfers.
 late-launch     Otherwise. The transfer was put behind computation that it does not need, or behind another transfer
                 whose input came later.
 early-wait      Computation waits for a transfer of the other micro-batch.
