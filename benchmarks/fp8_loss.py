@@ -93,7 +93,7 @@ class Records(list[dict[str, Any]]):
 def train(case: str, seed: int, options: Options) -> Losses:
     (fp8, recipe), dtype = CASES[case], "float32" if case == "float32" else "bfloat16"
     config = training.TrainConfig(
-        model=MODELS[options.model], seed=seed, steps=options.steps,
+        model=MODELS[options.model], seed=seed, steps=options.steps, optim=training.OptimizerConfig("adamw"),
         batch=training.BatchConfig(batch_size=options.batch_size, micro_batch_size=4, seq_len=options.seq_len),
         compute=training.ComputeConfig(device="cpu", dtype=dtype, fp8=fp8, fp8_recipe=recipe),
         sample=training.SampleConfig(sample_tokens=0),

@@ -26,7 +26,7 @@ from moe_dualpipe.command_line import program_options
 from moe_dualpipe.models import PRESETS
 from moe_dualpipe.runtime.launch import Launch
 from moe_dualpipe.schedule import default_micro_batches
-from moe_dualpipe.training import BatchConfig, ComputeConfig, HealthConfig, ParallelConfig, TrainConfig
+from moe_dualpipe.training import BatchConfig, ComputeConfig, HealthConfig, OptimizerConfig, ParallelConfig, TrainConfig
 
 WARM_UP = 2
 
@@ -52,7 +52,7 @@ def run_options(options: Options, schedule: str) -> TrainConfig:
     model = PRESETS[options.preset]
     return TrainConfig(
         model=replace(model, num_layers=max(model.num_layers, 2 * options.ranks)),
-        parallel=ParallelConfig(schedule=schedule),
+        parallel=ParallelConfig(schedule=schedule), optim=OptimizerConfig("adamw"),
         batch=BatchConfig(batch_size=2 * default_micro_batches(options.ranks), micro_batch_size=2),
         compute=ComputeConfig(device="cpu"), health=HealthConfig(timeout=60.0),
     )  # fmt: skip

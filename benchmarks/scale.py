@@ -23,7 +23,7 @@ from moe_dualpipe.command_line import program_options
 from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.pipeline import Pipeline
 from moe_dualpipe.runtime.launch import Launch
-from moe_dualpipe.training import BatchConfig, ParallelConfig, TrainConfig
+from moe_dualpipe.training import BatchConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from tests.machines.recording_group import recording_world
 
 STEPS = 5
@@ -44,7 +44,7 @@ def measure_rank(ranks: int) -> dict[str, float]:
     )  # fmt: skip
     config = TrainConfig(
         model=model, steps=STEPS, batch=BatchConfig(batch_size=2 * ranks, micro_batch_size=1, seq_len=16),
-        parallel=ParallelConfig(pp=4, ep=8, ep_backend="all_to_all"),
+        parallel=ParallelConfig(pp=4, ep=8, ep_backend="all_to_all"), optim=OptimizerConfig("adamw"),
     )  # fmt: skip
     same = mock.patch.object(Pipeline, "_check_same_batch")  # ranks of other pipelines would send other batches
     with recording_world(0, ranks), same, mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
