@@ -146,7 +146,6 @@ QUICK = Patience(20.0, 20.0)
 class StoredFile:
     """A file or folder on a store. stamp: differs after the file was written again."""
 
-    name: str
     size: int
     stamp: str
     is_folder: bool = False
@@ -187,17 +186,15 @@ def _store(scheme: str, bucket: str, patience: Patience) -> Any:
 
 def _entry(found: Mapping[str, Any]) -> StoredFile:
     stamp = found.get("e_tag") or str(found.get("last_modified"))
-    return StoredFile(found["path"].rpartition("/")[2], found["size"], stamp)
+    return StoredFile(found["size"], stamp)
 
 
 def list_folder(url: Url, patience: Patience = QUICK) -> dict[str, StoredFile]:
     """What is directly below a folder, by name; {} if it is empty. Raises StorageError, even for a missing bucket."""
     found = call(url, lambda store, path: store.list_with_delimiter(path), patience)
-    entries = [*map(_entry, found["objects"])]
-    entries += [
-        StoredFile(path.strip("/").rpartition("/")[2], 0, "", is_folder=True) for path in found["common_prefixes"]
-    ]
-    return {entry.name: entry for entry in entries}
+    files = {entry["path"]: _entry(entry) for entry in found["objects"]}
+    folders = {path.strip("/"): StoredFile(0, "", is_folder=True) for path in found["common_prefixes"]}
+    return {path.rpartition("/")[2]: entry for path, entry in (files | folders).items()}
 
 
 def info(url: Url, patience: Patience = QUICK) -> StoredFile | None:
