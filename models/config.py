@@ -1,5 +1,6 @@
 """The configuration of a model, and the options with which a stage is built, as frozen values. Imports no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -230,7 +231,7 @@ class ModelConfig:
 
     def _check_dense_layers(self) -> None:
         given = self.dense_layers
-        if not isinstance(given, tuple | list) or any(type(layer) is not int for layer in given):
+        if not isinstance(given, Sequence) or any(type(layer) is not int for layer in given):
             raise ValueError(f"dense_layers must be a list of whole numbers: got {printable(repr(given), 60)}")
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         for layer in self.dense_layers:

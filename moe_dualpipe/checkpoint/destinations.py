@@ -35,7 +35,7 @@ from .tensor_file import Announce
 # rename: there, each rank uploads the files of a folder of its own, and a file by which the folder is recognized comes
 # last. A file appears on a store at once and complete.
 
-LAST_FILE = "config.json"
+CONFIG_FILE = "config.json"
 """The file by which a folder of weights is recognized, so it is written last."""
 UPLOAD = stores.Patience(300.0)
 """How long an upload is retried while a store cannot be reached."""
@@ -120,7 +120,7 @@ def hidden(folder: Path, suffix: str) -> Path:
 
 def is_there(folder: Path) -> bool:
     """Whether there is something at `folder`; on a store, a complete model."""
-    return stores.exists(folder if stores.url_of(folder) is None else folder / LAST_FILE)
+    return stores.exists(folder if stores.url_of(folder) is None else folder / CONFIG_FILE)
 
 
 def remove(folder: Path, announce: Announce = announce_nothing) -> None:
@@ -217,8 +217,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def _step_folders(url: stores.Url, patience: stores.Patience) -> list[str]:
-    entries = stores.list_folder(url, patience).values()
-    return [entry.name for entry in entries if entry.is_folder and STEP_FOLDER.fullmatch(entry.name)]
+    entries = stores.list_folder(url, patience).items()
+    return [name for name, entry in entries if entry.is_folder and STEP_FOLDER.fullmatch(name)]
 
 
 def remove_old(

@@ -24,12 +24,12 @@ from ..models.config import BUILT_IN, options_field
 from ..models.lora import adapted_weight
 from ..runtime.launch import Launch
 from ..runtime.shared_errors import errors_on_all_ranks
-from .destinations import STEP_FOLDER, hold, hold_each, release, step_of
+from .destinations import CONFIG_FILE, STEP_FOLDER, hold, hold_each, release, step_of
 from .huggingface.companions import companions_of, read_companions
 from .huggingface.config import different_options, published_balance
 from .huggingface.peft import TENSOR_FILE as ADAPTER_FILE
 from .huggingface.peft import PeftAdapter
-from .huggingface.published import CONFIG_FILE, PublishedModel
+from .huggingface.published import PublishedModel
 from .manifest import RUN_FILE, verify_checkpoint
 from .weights import PREFIX, PartialLoad, SavedModel, group_names
 

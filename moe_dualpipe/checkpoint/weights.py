@@ -138,14 +138,13 @@ class SavedModel:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         entries, prefix = self._tensors.entries.items(), self._prefix
         found = {name.removeprefix(prefix): entry.shape for name, entry in entries if name.startswith(prefix)}
-        merged = self.adapter_names if prefix else ()
-        return {name: shape for name, shape in found.items() if name not in merged}
+        return {name: shape for name, shape in found.items() if name not in self.adapter_names}
 
     @cached_property
     def pairs(self) -> Pairs:
-        """The adapters of each weight, by name."""
+        """The adapters to merge into each weight, by name."""
         names = (name.removeprefix(PREFIX) for name in self._tensors.entries if name.startswith(PREFIX))
-        return adapter_pairs(names) if self.adapters else {}
+        return adapter_pairs(names) if self.adapters and self._prefix else {}
 
     @cached_property
     def adapter_names(self) -> set[str]:
@@ -172,7 +171,7 @@ class SavedModel:
 
     def tensor(self, name: str) -> Tensor:
         weight = self._tensors.read(self._prefix + name)
-        if not self._prefix or name not in self.pairs:
+        if name not in self.pairs:
             return weight
         pairs, update = [(self.adapter(a), self.adapter(b)) for a, b in self.pairs[name]], None
         assert self.adapters

@@ -123,7 +123,7 @@ def _locate(source: str) -> str:
         if (url := stores.url_of(path)) is None:  # hf://
             return str(path)
         names = stores.open_folder(path, whole=True)
-        return str(path if names else stores.fetch(stores.local_path(str(url.parent)) / url.name))
+        return str(path if names else stores.fetch(stores.local_path(url.parent) / url.name))
     except stores.StorageError as error:
         raise ValueError(f"--data {error}") from None
     except OSError as error:

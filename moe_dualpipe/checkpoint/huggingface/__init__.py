@@ -4,11 +4,12 @@ A table of architectures (architectures.py) maps config.json to `ModelConfig` (c
 those of this model (tensors.py). All other modules use these tables.
 """
 
+from ..destinations import CONFIG_FILE
 from .architectures import ARCHITECTURES
 from .companions import companion_files, fp8_file
 from .config import find_architecture, read_config, write_config
 from .peft import AdapterPlan, plan_adapter_export
-from .published import CONFIG_FILE, PublishedModel, from_pretrained
+from .published import PublishedModel, from_pretrained
 from .save import DTYPES, ExportPlan, plan_checkpoint_export, save_pretrained
 
 __all__ = [

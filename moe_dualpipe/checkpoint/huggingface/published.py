@@ -21,6 +21,7 @@ from ...expert_parallel import ExpertParallel
 from ...kernels.fp8 import Fp8Matrix
 from ...messages import printable, quoted
 from ...models import ModelConfig, StageOptions, TransformerStage, build_model
+from ..destinations import CONFIG_FILE
 from ..tensor_file import TensorEntry, TensorFolder
 from ..weights import OwnLayer, check_sizes, global_weights, group_names, with_named_layers
 from .architectures import Architecture
@@ -28,7 +29,6 @@ from .companions import BLOCK, read_companions
 from .config import architecture_of, is_interleaved, read_config
 from .tensors import EMBEDDING, HEAD, Target, TensorLayout, published_shapes
 
-CONFIG_FILE = "config.json"
 _DERIVED = ".rotary_emb.inv_freq"  # tables of angles, which old versions of transformers saved
 _OURS = {EMBEDDING: "embedding.weight", HEAD: "head.weight"}
 _PIECE = 2**24  # numbers that are compared at a time

@@ -30,7 +30,7 @@ from ...kernels.fp8 import DTYPE as FP8_DTYPE
 from ...kernels.fp8 import Fp8Recipe
 from ...messages import printable, quoted
 from ...models import ModelConfig, TransformerStage
-from ..destinations import write_folder
+from ..destinations import CONFIG_FILE, write_folder
 from ..tensor_file import INDEX_FILE, SINGLE_FILE, write_tensors
 from ..weights import SavedModel, global_weights
 from .architectures import ALIASES, ARCHITECTURES
@@ -44,7 +44,7 @@ from .companions import (
     tokenizer_files,
 )
 from .config import find_architecture, is_interleaved, misfits, write_config
-from .published import CONFIG_FILE, FP8, SCALE, blocks_of
+from .published import FP8, SCALE, blocks_of
 from .tensors import PublishedRows, TensorLayout, published_shapes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

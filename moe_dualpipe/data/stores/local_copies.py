@@ -51,7 +51,7 @@ def local_path(text: str | os.PathLike[str]) -> Path:
         staged = None if _is_copy(path) else url_of(path)
         if staged is None:
             return path
-        given = str(staged)
+        given = staged
     url = Url(given)
     return _register(base_folder(None) / _COPIES / _name(url), url)
 
@@ -84,7 +84,7 @@ def _hub_copy(url: Url) -> Path:
     try:
         from huggingface_hub import HfFileSystem, snapshot_download
 
-        found: Any = HfFileSystem().resolve_path(str(url))
+        found: Any = HfFileSystem().resolve_path(url)
         inside = found.path_in_repo
         wanted = [inside, f"{inside}/*"] if inside else None
         folder = snapshot_download(
@@ -107,13 +107,13 @@ def _register(folder: Path, url: Url) -> Path:
             f"cannot create {folder} for files of {url}: {error.strerror}: set TMPDIR to another folder"
         ) from None
     _STANDS_FOR[folder] = url
-    show_as(str(folder), str(url))
+    show_as(str(folder), url)
     return folder
 
 
 def _name(url: Url) -> str:
     short = "".join(c if c.isalnum() or c in "-_." else "-" for c in url.name)[:40]
-    return f"{short}-{hashlib.sha256(url.text.encode()).hexdigest()[:16]}"
+    return f"{short}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
 
 def base_folder(staging: str | None) -> Path:

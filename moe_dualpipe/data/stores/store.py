@@ -30,51 +30,45 @@ def is_url(text: object) -> bool:
     return match is not None and match[1] not in ("file", "local")
 
 
-@dataclass(frozen=True, slots=True)
-class Url:
+class Url(str):
     """A URL without a slash at its end. `url / "name"` is below it.
 
     Raises ValueError for one without a path, and for one with a password: run.toml would keep it.
     """
 
-    text: str
-
-    def __post_init__(self) -> None:
-        match = _URL.fullmatch(self.text)
+    def __new__(cls, text: str) -> "Url":
+        match = _URL.fullmatch(text)
         if match is None or not match[2].strip("/"):
-            raise ValueError(f"{quoted(self.text)} names no bucket or folder: write, for example, s3://bucket/run")
+            raise ValueError(f"{quoted(text)} names no bucket or folder: write, for example, s3://bucket/run")
         if ":" in match[2].partition("/")[0] and "@" in match[2]:
             raise ValueError(
-                f"{quoted(self.text)} holds a password: remove it, and set it in the environment (docs/checkpoints.md)"
+                f"{quoted(text)} holds a password: remove it, and set it in the environment (docs/checkpoints.md)"
             )
-        object.__setattr__(self, "text", f"{match[1]}://{match[2].strip('/')}")
+        return super().__new__(cls, f"{match[1]}://{match[2].strip('/')}")
 
     @property
     def scheme(self) -> str:
-        return self.text.partition("://")[0]
+        return self.partition("://")[0]
 
     @property
     def bucket(self) -> str:
-        return self.text.partition("://")[2].partition("/")[0]
+        return self.partition("://")[2].partition("/")[0]
 
     @property
     def key(self) -> str:
         """The path below the bucket."""
-        return self.text.partition("://")[2].partition("/")[2]
+        return self.partition("://")[2].partition("/")[2]
 
     @property
     def name(self) -> str:
-        return self.text.rpartition("/")[2]
+        return self.rpartition("/")[2]
 
     @property
     def parent(self) -> "Url":
-        return Url(self.text.rpartition("/")[0])
+        return Url(self.rpartition("/")[0])
 
     def __truediv__(self, name: object) -> "Url":
-        return Url(f"{self.text}/{name}")
-
-    def __str__(self) -> str:
-        return self.text
+        return Url(f"{self}/{name}")
 
 
 # ---- Errors ----
@@ -152,7 +146,6 @@ QUICK = Patience(20.0, 20.0)
 class StoredFile:
     """A file or folder on a store. stamp: differs after the file was written again."""
 
-    name: str
     size: int
     stamp: str
     is_folder: bool = False
@@ -193,17 +186,15 @@ def _store(scheme: str, bucket: str, patience: Patience) -> Any:
 
 def _entry(found: Mapping[str, Any]) -> StoredFile:
     stamp = found.get("e_tag") or str(found.get("last_modified"))
-    return StoredFile(found["path"].rpartition("/")[2], found["size"], stamp)
+    return StoredFile(found["size"], stamp)
 
 
 def list_folder(url: Url, patience: Patience = QUICK) -> dict[str, StoredFile]:
     """What is directly below a folder, by name; {} if it is empty. Raises StorageError, even for a missing bucket."""
     found = call(url, lambda store, path: store.list_with_delimiter(path), patience)
-    entries = [*map(_entry, found["objects"])]
-    entries += [
-        StoredFile(path.strip("/").rpartition("/")[2], 0, "", is_folder=True) for path in found["common_prefixes"]
-    ]
-    return {entry.name: entry for entry in entries}
+    files = {entry["path"]: _entry(entry) for entry in found["objects"]}
+    folders = {path.strip("/"): StoredFile(0, "", is_folder=True) for path in found["common_prefixes"]}
+    return {path.rpartition("/")[2]: entry for path, entry in (files | folders).items()}
 
 
 def info(url: Url, patience: Patience = QUICK) -> StoredFile | None:
