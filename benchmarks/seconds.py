@@ -62,6 +62,7 @@ def _mixture(num_experts: int, expert_size: int, experts_per_token: int, num_sha
 VARIANTS = {
     "4 experts, top-1": _mixture(4, 256, 1, 1),
     "8 experts, top-3, none shared": _mixture(8, 128, 3, 0),
+    "8 experts of 64, top-6, none shared": _mixture(8, 64, 6, 0),
     "16 experts, top-2": _mixture(16, 128, 2, 1),
     "32 experts, top-2": _mixture(32, 128, 2, 1),
     "16 experts of 64, top-4, 2 shared": _mixture(16, 64, 4, 2),
