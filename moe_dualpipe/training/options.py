@@ -111,8 +111,12 @@ class Key(Option):
         return name in self.choices
 
     def convert(self, value: Any, strict: bool = False) -> Any:
-        """As `Option.convert`. "" and 0 are None, too, where that is valid; options of layers may be a table."""
-        if NoneType in self.kinds and (value == "" or (str not in self.kinds and value in (0, "0"))):
+        """As `Option.convert`. "" and 0 are None, too, where that is valid; options of layers may be a table.
+
+        A learning rate of 0 is a mistake.
+        """
+        zero_is_none = str not in self.kinds and self.name != "optim.lr"
+        if NoneType in self.kinds and (value == "" or (zero_is_none and value in (0, "0"))):
             return None
         if self.name.endswith("_options") and isinstance(value, Mapping):
             return value

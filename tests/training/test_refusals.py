@@ -37,6 +37,7 @@ TYPED = [
     (1, "--preset", "--preset needs a value"),
     (1, "--pp 1.5", "--pp must be a whole number: got '1.5'"),
     (1, "--lr fast", "--lr must be a number: got 'fast'"),
+    (1, "--lr 0", "--lr must be at least 1e-12: got 0.0"),
     (1, "--set parallel.zero=maybe", "parallel.zero must be true or false: got 'maybe'"),
     (1, "--set model.dense_layers=1,x", "model.dense_layers must be a list of whole numbers: got '1,x'"),
     (1, "--device tpu", "unknown --device 'tpu'; did you mean 'cpu'? Choose from: auto, cpu, cuda"),
