@@ -110,6 +110,7 @@ def ours(start: Start, compile: Literal["whole", "on", "off"], products: Library
         model=size.model, steps=10**9, optim=OPTIM, parallel=training.ParallelConfig(schedule="1f1b"),
         batch=training.BatchConfig(batch_size=size.batch[0], micro_batch_size=size.batch[0], seq_len=size.batch[1]),
         compute=training.ComputeConfig(device="cpu", compile=compile, products=products),
+        checkpoint=training.CheckpointConfig(save_async=False),  # none is saved: no memory for a copy is needed
     )  # fmt: skip
     return Ours(config, torch.zeros(size.batch, dtype=torch.long), start.weights)
 

@@ -23,6 +23,7 @@ from torch.compiler import is_compiling
 F = TypeVar("F", bound=Callable[..., Any])
 
 BACKEND = "inductor"
+_OPERATORS = torch.library.Library("moe_dualpipe", "FRAGMENT")
 
 
 def fuse(fn: F, compiled: bool, rows_vary: bool = False) -> F:
@@ -54,8 +55,12 @@ def opaque(like: Callable[..., Any]) -> Callable[[F], F]:
     """
 
     def decorate(fn: F) -> F:
-        operator = torch.library.custom_op(f"moe_dualpipe::{fn.__name__.strip('_')}", fn, mutates_args=())
-        operator.register_fake(like)
+        # torch.library.custom_op does the same, but each call takes 11 us longer.
+        name = fn.__name__.strip("_")
+        _OPERATORS.define(name + torch.library.infer_schema(fn, mutates_args=()))
+        _OPERATORS.impl(name, fn, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"moe_dualpipe::{name}", like, lib=_OPERATORS)
+        operator = getattr(torch.ops.moe_dualpipe, name).default
 
         @wraps(fn)
         def call(*arguments: Any) -> Any:

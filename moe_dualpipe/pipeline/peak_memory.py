@@ -33,6 +33,8 @@ class PeakMemory:
     """Saved for backward, of all micro-batches that the rank holds at once."""
     temporary: int
     """What the backward of the loss or of one block needs beyond that."""
+    checkpoint: int
+    """This rank's part of a checkpoint: the moments, and the weights in fp32. It is not part of `total`."""
 
     @property
     def total(self) -> int:
@@ -81,7 +83,6 @@ def peak_memory(
     # Messages to and from each neighbor.
     links = [2 + (s > 0) + (s < schedule.num_stages - 1) for s in range(schedule.num_stages)]
     message = batch.tokens * shape.hidden * element * (schedule.num_ranks > 1)
-    state = 4 * moments + 4 * (element < 4)
     copies_of_model, end_ranks = dp * batch.cp, len(end_holders(schedule.placement))
 
     def trained(specs: Sequence[StageSpec]) -> tuple[int, int, int]:
@@ -111,10 +112,11 @@ def peak_memory(
         copies = 4 * gradient_copies * (copies_of_model * end_ranks > 1)
         sizes = {s: bytes_of(like[s])._replace(sums=copies * sum(trained([stages[s]]))) for s in held}
         activations, temporary = peak_of_actions(schedule.actions[rank], sizes)
+        state = 4 * (moments * owned + (2 - moments) * tables * shape.embedding)
         ranks.append(PeakMemory(
             (element + batch.fp8) * total + 2 * all_experts * (batch.fp8_block > 0), 4 * updated,
-            state * owned + 4 * (2 - moments) * tables * shape.embedding, activations,
-            temporary + message * max(links[s] for s in held),
+            state + 4 * owned * (element < 4), activations, temporary + message * max(links[s] for s in held),
+            checkpoint=state + 4 * owned,
         ))  # fmt: skip
     return tuple(ranks)
 

@@ -111,13 +111,14 @@ def _largest(
 ) -> tuple[int, dict[str, int]]:
     """The pipeline rank that needs the most memory, and its needs by part: in a step or, on a CPU, while saving a
     checkpoint, which copies weights and moments."""
-    needs, moments = [], 1 if config.optim.name == "muon" else 2
+    needs = []
     for rank in step_memory(config, choice, dtype, device):
         low = {name: round((1 - MARGIN) * getattr(rank, name)) for name in ("activations", "temporary")}
         ways = [rank.parts() | low]
         if device.type == "cpu" and config.checkpoint.save_async:
-            copy = rank.optimizer * (moments + 1) // (moments + (dtype.itemsize < 4))
-            ways.append({"weights": rank.weights, "optimizer": rank.optimizer, "copy for checkpoints": copy})
+            ways.append({
+                "weights": rank.weights, "optimizer": rank.optimizer, "copy for checkpoints": rank.checkpoint
+            })  # fmt: skip
         needs.append(max(ways, key=lambda parts: sum(parts.values())))
     return max(enumerate(needs), key=lambda rank: sum(rank[1].values()))
 

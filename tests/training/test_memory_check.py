@@ -70,18 +70,23 @@ def test_the_change_that_a_problem_names_fits(layout, share, device):
     assert low(*changed) / 2 ** {"MiB": 20, "GiB": 30}[unit] == pytest.approx(float(needs), abs=0.06)
 
 
-def test_saving_in_the_background_copies_weights_and_moments():
-    tiny = config_of(BatchConfig(seq_len=3, batch_size=16), {"recompute": "full", "fused_loss": True})
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saving_in_the_background_copies_weights_and_moments(name, dtype):
+    tiny = config_of(
+        BatchConfig(seq_len=3, batch_size=16), {"recompute": "full", "fused_loss": True}, optim=OptimizerConfig(name)
+    )  # fmt: skip
     saving = dataclasses.replace(tiny, checkpoint=CheckpointConfig(save_async=True))
-    run = run_of(saving, size=1)
+    run = run_of(saving, size=1, dtype=dtype)
     needs = largest(*run)
-    copied = needs.weights + needs.optimizer + 3 * needs.gradients  # fp32 weights and two moments
+    master = needs.weights if dtype == torch.float32 else 0  # else the state of the optimizer has the fp32 weights
+    copied = needs.weights + 2 * needs.optimizer + master
     assert copied > needs.total
     text = memory_problem(*run, free_bytes=copied - 1)
     assert "copy for checkpoints" in text and ": use --set checkpoint.save_async=false, which needs " in text
     assert memory_problem(*run, free_bytes=copied) == ""
-    assert memory_problem(*run_of(tiny, size=1), free_bytes=copied - 1) == ""
-    on_gpu = run_of(saving, size=1, device=GPU)
+    assert memory_problem(*run_of(tiny, size=1, dtype=dtype), free_bytes=copied - 1) == ""
+    on_gpu = run_of(saving, size=1, dtype=dtype, device=GPU)
     assert memory_problem(*on_gpu, free_bytes=largest(*on_gpu).total) == ""
 
 

@@ -143,6 +143,8 @@ class Ranks:
                 gain = self.gain_of(rank, [*before, cause]) - self.gain_of(rank, before)
             if gain >= least:
                 costly.append(cause)
+        if not costly:  # nothing hides the others
+            return []
         follows = {*costly, *of_host, "late-launch"}
         hidden = [cause for cause, found in self.found[rank].items() if found.change and cause not in follows]
         for cause in hidden:
