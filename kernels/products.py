@@ -1,7 +1,7 @@
 """Products of fp32 matrices on a CPU: in the library that torch calls (MKL on x86), or in oneDNN.
 
 Torch is built with both. MKL chooses code by the vendor of the CPU, and uses AVX-512 on Intel alone. oneDNN goes by the
-instructions that the CPU has. Torch calls oneDNN for fp32 matrices if `torch.backends.mkldnn.matmul.fp32_precision`
+instructions that the CPU has. Zen 4 multiplies 512 bits in two halves, so there MKL's AVX2 is as fast. Torch calls oneDNN for fp32 matrices if `torch.backends.mkldnn.matmul.fp32_precision`
 permits rounding to bf16. Without AMX, oneDNN does not round; `choose_products` checks this. The permission is given
 around our products alone, because attention is slower in oneDNN. Meanwhile, it holds for other threads as well.
 
@@ -15,6 +15,7 @@ M rows, I input width, O output width.
 import functools
 import os
 import platform
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,6 +32,8 @@ Library = Literal["mkl", "onednn"]
 
 SMALLEST = 2**20
 """Multiply-adds of the smallest product in oneDNN. A call takes about 12 us longer than MKL's."""
+ZEN_5 = 26
+"""Family of AMD's CPUs."""
 
 _SETTING: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 _in_use = threading.RLock()  # all threads share the setting
@@ -43,7 +46,7 @@ def choose_products(products: Products, kind: str) -> Library:
 
     Raises ValueError if oneDNN is not there, or would not compute in fp32.
     """
-    faster = torch.backends.mkl.is_available() and _is_amd()
+    faster = torch.backends.mkl.is_available() and _is_wide_amd(_cpu())
     if products == "mkl" or (products == "auto" and not faster):
         return "mkl"
     missing = ""
@@ -59,9 +62,16 @@ def choose_products(products: Products, kind: str) -> Library:
 
 
 @functools.cache
-def _is_amd() -> bool:
+def _cpu() -> str:
+    """What the system says of its CPU."""
     cpuinfo = Path("/proc/cpuinfo")
-    return "AuthenticAMD" in (cpuinfo.read_text() if cpuinfo.exists() else platform.processor())
+    return cpuinfo.read_text() if cpuinfo.exists() else platform.processor()
+
+
+def _is_wide_amd(cpu: str) -> bool:
+    """Whether this is a CPU of AMD that multiplies 512 bits at once."""
+    family = re.search(r"family\s*:?\s*(\d+)", cpu, re.IGNORECASE)
+    return "AuthenticAMD" in cpu and family is not None and int(family[1]) >= ZEN_5
 
 
 @functools.cache

@@ -84,7 +84,7 @@ class ComputeConfig:
     """Compare the Triton kernels with plain torch on a small problem at the start, and use plain torch if they differ.
     Once for each combination of GPU, versions and model sizes. With kernels=triton, a difference is an error."""
     products: Products = "auto"
-    """Library for products of fp32 matrices on a CPU. auto: onednn on AMD CPUs with AVX-512, else mkl."""
+    """Library for products of fp32 matrices on a CPU. auto: onednn on AMD CPUs from Zen 5 on, else mkl."""
     compile: Literal["auto", "on", "off", "whole"] = "auto"
     """on: fuse small operators with torch.compile. whole: compile each micro-batch as one function, for small models
     that wait for Python, in one process on a CPU. auto: on for GPUs, off for CPUs."""

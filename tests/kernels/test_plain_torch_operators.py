@@ -348,16 +348,22 @@ def test_second_derivatives_are_those_of_torch(monkeypatch):
         torch.testing.assert_close(other, found[0])
 
 
-@pytest.mark.parametrize("kind,amd,capability,precise,mkl,onednn,expected", [
-    ("cpu", True, "AVX512", True, True, True, "onednn"), ("cpu", False, "AVX512", True, True, True, "mkl"),
-    ("cpu", True, "AVX2", True, True, True, "mkl"), ("cpu", True, "AVX512", True, False, True, "mkl"),
-    ("cpu", True, "AVX512", True, True, False, "mkl"), ("cuda", True, "AVX512", True, True, True, "mkl"),
-    ("cpu", True, "AVX512", False, True, True, "mkl"),
+ZEN_5 = "vendor_id : AuthenticAMD\ncpu family      : 26"
+
+
+@pytest.mark.parametrize("kind,cpu,capability,precise,mkl,onednn,expected", [
+    ("cpu", ZEN_5, "AVX512", True, True, True, "onednn"),
+    ("cpu", "AMD64 Family 26 Model 36 Stepping 0, AuthenticAMD", "AVX512", True, True, True, "onednn"),
+    ("cpu", ZEN_5.replace("26", "25"), "AVX512", True, True, True, "mkl"),
+    ("cpu", ZEN_5.replace("AuthenticAMD", "GenuineIntel"), "AVX512", True, True, True, "mkl"),
+    ("cpu", "", "AVX512", True, True, True, "mkl"), ("cpu", ZEN_5, "AVX2", True, True, True, "mkl"),
+    ("cpu", ZEN_5, "AVX512", True, False, True, "mkl"), ("cpu", ZEN_5, "AVX512", True, True, False, "mkl"),
+    ("cuda", ZEN_5, "AVX512", True, True, True, "mkl"), ("cpu", ZEN_5, "AVX512", False, True, True, "mkl"),
 ])  # fmt: skip
 def test_auto_is_onednn_where_mkl_leaves_half_of_the_vectors_unused(
-    kind, amd, capability, precise, mkl, onednn, expected, monkeypatch
+    kind, cpu, capability, precise, mkl, onednn, expected, monkeypatch
 ):
-    monkeypatch.setattr(products, "_is_amd", lambda: amd)
+    monkeypatch.setattr(products, "_cpu", lambda: cpu)
     monkeypatch.setattr(products, "_onednn_is_precise", lambda: precise)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
