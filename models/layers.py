@@ -98,6 +98,11 @@ def seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
 
 
+def seed_torch(seed: int, device: torch.device) -> None:
+    """Seed torch's random numbers on this device. (`torch.manual_seed` also seeds every GPU, which takes 80 us.)"""
+    (torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed)(seed)
+
+
 @contextmanager
 def seeded(seed: int, name: str) -> Iterator[None]:
     """Within this context, torch's CPU generator is seeded by `seed` and `name`. Afterwards its state is restored.

@@ -19,7 +19,7 @@ def gather_objects(mine: Value, group: dist.ProcessGroup | None = None) -> list[
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
     """Replace `tensor` by its sum over all ranks, and return it."""
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
 

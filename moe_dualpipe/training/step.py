@@ -25,7 +25,7 @@ from ..kernels.products import use_products
 from ..messages import check_range, plural
 from ..models.adapters import relative_updates, squared_norms
 from ..models.context_parallel import KEYS
-from ..models.layers import seed_of
+from ..models.layers import seed_of, seed_torch
 from ..models.lora import adapted_weight
 from ..overlap.engine import engine_for
 from ..overlap.labels import GRADIENTS, OPTIMIZER
@@ -169,12 +169,12 @@ class Trainer:
         total, length = config.batch.batch_size, config.batch.seq_len
         self._seed_batch(step)
         batch = self.text.batch(config.seed, step, total, length, self.own_sequences)
-        torch.manual_seed(seed_of(config.seed, f"step {step} of rank {self.layout.rank}"))  # for dropout
+        seed_torch(seed_of(config.seed, f"step {step} of rank {self.layout.rank}"), self.device)  # for dropout
         return self.pipeline.step(*batch, sum_gradients=sum_gradients, num_labels=self._num_labels(total))
 
     def _seed_batch(self, step: int) -> None:
         """Seed torch alike on all ranks: `batches` of a program may draw from it, or shuffle a DataLoader."""
-        torch.manual_seed(seed_of(self.config.seed, f"step {step}"))
+        seed_torch(seed_of(self.config.seed, f"step {step}"), self.device)
 
     def _num_labels(self, sequences: int) -> int | None:
         """The number of labels in this many sequences of text, if it is known before they are read."""

@@ -28,7 +28,7 @@ from ...models.attention_layer import accepted_context, attend
 from ...models.block import block_class, block_parts
 from ...models.build_experts import ExpertBuilder
 from ...models.layer_calls import call_layer, call_router
-from ...models.layers import seed_of, seeded
+from ...models.layers import seed_of, seed_torch, seeded
 from ...models.recompute import add_up
 from ...models.router import build_router
 from ...overlap import Compute, Segmented, Segments
@@ -198,7 +198,7 @@ class Subject(ABC):
     def run(self, module: Any, case: Case, train: bool, seed: int, forward: Callable[..., Outputs]) -> Outputs:
         """`forward(module, case)`, with a fixed seed of random numbers."""
         with torch.random.fork_rng(devices=[]):
-            (torch.default_generator.manual_seed if self.device == "cpu" else torch.manual_seed)(seed)
+            seed_torch(seed, torch.device(self.device))
             try:
                 return forward(module.train(train), case)
             except Exception as error:
