@@ -157,7 +157,7 @@ def test_the_numbers_of_the_lesson(capsys):
     assert f"{dual:.0f} instead of {one:.0f} GB" in LESSON
     assert cli.main(["plan", "estimate", *long.split()]) == 0
     sent = re.findall(r"of ([\d.]+) s", capsys.readouterr().out)[0]
-    assert f"They take {sent} of 274 s" in LESSON
+    assert f"They take {sent} of 266 s" in LESSON
 
 
 def estimate(options: str, capsys: pytest.CaptureFixture[str]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 Each configuration has one vote, however often it was published. The causes of the difference (constants.py) are fitted
 together by ridge regression of log(measured / predicted), with Huber's weights, so that outliers count little. A family
 of models counts as the square root of its configurations. The seconds that a CPU takes for a launch are the candidate
-with which they fit best.
+with which families are predicted best that took no part in the fit.
 """
 
 import math
@@ -29,7 +29,7 @@ HUBER = 0.08
 FAMILY_RIDGE, FAMILY_MOST = 3.0, 0.5
 """The same for the mean residual of a family, in which no run counts for more than FAMILY_MOST."""
 COVERED = 0.9
-"""Share of the votes that should be inside the interval."""
+"""Share that should be inside the interval. A family counts as in the fit, so that no large one decides alone."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,14 @@ def _predicted(row: Row) -> dict[float, float]:
 
 def fit(points: Sequence[Point]) -> dict[str, Any]:
     """The content of constants.json."""
-    host = min(HOSTS, key=lambda host: _solve(points, host)[1])
+    host = min(HOSTS, key=lambda host: _left_out_error(points, host))
     known = _constants(points, host)
     for name, key in GROUPS.items():
-        surprises = [_surprise(point, fitted, host) for point, fitted in _left_out(points, key, host)]
+        left_out = [*_left_out(points, key, host)]
+        weights = _weights([point for point, _ in left_out])
+        surprises = [
+            (_surprise(point, fitted, host), weight) for (point, fitted), weight in zip(left_out, weights, strict=True)
+        ]
         tails = (1 - COVERED) / 2
         known["interval"][name] = [round(-_quantile(surprises, tails), 4), round(_quantile(surprises, 1 - tails), 4)]
     return known
@@ -88,9 +92,16 @@ GROUPS: dict[str, Callable[[Point], tuple[str, ...]]] = {
 """What is left out together: a whole family, or its runs on one GPU."""
 
 
+def _left_out_error(points: Sequence[Point], host: float) -> float:
+    """The mean error of families of models, each predicted by a fit to the others."""
+    left_out = [*_left_out(points, GROUPS["new family"], host)]
+    errors = [min(FAMILY_MOST, abs(_surprise(point, fitted, host))) for point, fitted in left_out]
+    return float(np.average(errors, weights=_weights([point for point, _ in left_out]))) if left_out else 0.0
+
+
 def _constants(points: Sequence[Point], host: float) -> dict[str, Any]:
     """Constants without intervals."""
-    (mean, logs), _ = _solve(points, host)
+    mean, logs = _solve(points, host)
     votes: Counter[str] = Counter()
     residuals: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for point in points:
@@ -109,14 +120,19 @@ def _constants(points: Sequence[Point], host: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _solve(points: Sequence[Point], host: float) -> tuple[tuple[float, dict[str, float]], float]:
-    """The mean and the causes, and the mean of what they leave unexplained."""
-    names = sorted({name for point in points for name in point.names})
-    columns = np.array([[1.0, *(name in point.names for name in names)] for point in points])
+def _weights(points: Sequence[Point]) -> np.ndarray:
+    """The votes of a family count as their square root together."""
     families: Counter[str] = Counter()
     for point in points:
         families[point.row.family] += point.vote  # pyright: ignore[reportArgumentType]
-    weights = np.array([point.vote / families[point.row.family] ** 0.5 for point in points])
+    return np.array([point.vote / families[point.row.family] ** 0.5 for point in points])
+
+
+def _solve(points: Sequence[Point], host: float) -> tuple[float, dict[str, float]]:
+    """The mean and the causes."""
+    names = sorted({name for point in points for name in point.names})
+    columns = np.array([[1.0, *(name in point.names for name in names)] for point in points])
+    weights = _weights(points)
     logs = np.array([point.log_ratio(host) for point in points])
     ridge = np.diag([1e-6, *[RIDGE] * len(names)])
     robust, found, left = weights, np.zeros(len(names) + 1), logs
@@ -124,8 +140,7 @@ def _solve(points: Sequence[Point], host: float) -> tuple[tuple[float, dict[str,
         found = np.linalg.solve(columns.T @ (columns * robust[:, None]) + ridge, columns.T @ (robust * logs))
         left = np.abs(logs - columns @ found)
         robust = weights * np.minimum(1, HUBER / np.maximum(left, 1e-9))
-    unexplained = float(np.average(np.minimum(left, FAMILY_MOST), weights=weights))
-    return (float(found[0]), dict(zip(names, map(float, found[1:]), strict=True))), unexplained
+    return float(found[0]), dict(zip(names, map(float, found[1:]), strict=True))
 
 
 def _left_out(
@@ -140,9 +155,9 @@ def _left_out(
             yield from ((point, known) for point in points if key(point) == left)
 
 
-def _surprise(point: Point, known: dict[str, Any], host: float) -> tuple[float, float]:
+def _surprise(point: Point, known: dict[str, Any], host: float) -> float:
     constant = find_constant(point.row.load, point.row.software, known)
-    return point.log_ratio(host) - math.log(constant.factor), point.vote
+    return point.log_ratio(host) - math.log(constant.factor)
 
 
 def _quantile(weighted: Iterable[tuple[float, float]], share: float) -> float:

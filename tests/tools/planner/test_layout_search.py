@@ -30,7 +30,9 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import losses, make_run, train_each
 from tests.support.runs import settings as run_settings
 
-LOAD = Workload(read_shape("olmoe-1b-7b"), load_device("h100"), layout_of(8), seq=2048, global_batch=32)
+LOAD = Workload(
+    read_shape("olmoe-1b-7b"), load_device("h100"), layout_of(8), seq=2048, global_batch=32, cuda_graphs="full"
+)
 LIMIT = USABLE * LOAD.device.memory_gb * 1e9
 
 

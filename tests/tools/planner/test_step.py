@@ -70,11 +70,11 @@ WORKLOADS = {
 }  # fmt: skip
 GOLDEN = {
     "tensor, context and expert parallelism": (
-        [1842.073, 126.6157, 237.2657, 75.2944, 4.854794, 228.591],
+        [1934.233, 126.6157, 241.5857, 74.1424, 4.854794, 228.591],
         [6247104000, 8329472000, 5841460992, 4043542016, 1257242624],
     ),
     "dualpipe": (
-        [2870.134, 774.794, 139.7184, 0.5774635, 19.41918, 788.6697],
+        [4480.608, 777.1204, 206.773, 0.5774635, 19.41918, 788.6697],
         [5787303936, 11574607872, 11682920448, 23373033984, 5028970496],
     ),
     "no experts": (
@@ -300,6 +300,28 @@ def test_biases_of_experts_are_added_expert_by_expert_in_fp32():
     assert expected and not any(layer.expert_bias for layer in LOAD.shape.layers)
 
 
+def test_a_rank_with_all_experts_only_permutes():
+    """Of 128 experts instead of 32, the CPU launches 96 x 0.2 more; 28 launches of the dispatcher become 8."""
+    one, four = (changed(LOAD, layout={"ep": ep}, host=1.0) for ep in (1, 4))
+    layer = LOAD.shape.layers[0]
+    hosts = [layer_seconds(load, layer, frozenset({"host"})).host for load in (one, four)]
+    assert hosts[0] - hosts[1] == pytest.approx(96 * 0.2 + 8 - 28)
+
+
+def test_one_kernel_multiplies_activates_and_rounds_in_mxfp8_with_graphs_of_whole_steps():
+    """It writes 2 bytes for each of 768 inner activations of 8 experts, instead of moving 2 x 3 + 4."""
+    layer, on = LOAD.shape.layers[0], frozenset({"memory"})
+    b200 = load_device("b200")
+    moved = {}
+    for precision, graphs in itertools.product(("bf16", "mxfp8"), ("partial", "full")):
+        load = changed(LOAD, device=b200, precision=precision, cuda_graphs=graphs)
+        products = layer_seconds(load, layer, frozenset()).mlp_f
+        moved[precision, graphs] = layer_seconds(load, layer, on).mlp_f - products
+    assert moved["bf16", "partial"] == pytest.approx(moved["bf16", "full"])
+    less = 4096 * 8 * 768 * (10 - 2) / b200.passes
+    assert moved["mxfp8", "partial"] - moved["mxfp8", "full"] == pytest.approx(less)
+
+
 # ---- The pipeline ----
 
 
@@ -321,18 +343,20 @@ def test_no_rank_does_more_work_than_there_is_time(schedule, seed):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
-@pytest.mark.parametrize("graphs,precision,each", [
-    ("none", "bf16", 12 + 30 + 6.4), ("partial", "bf16", 20 + 6.4), ("full", "bf16", 0),
-    ("none", "fp8", 14 + 30 + 12.8),
+@pytest.mark.parametrize("graphs,precision,backend,each", [
+    ("none", "bf16", "all_to_all", 12 + 22 + 28 + 6.4), ("partial", "bf16", "all_to_all", 12 + 28 + 6.4),
+    ("full", "bf16", "all_to_all", 0), ("none", "fp8", "all_to_all", 14 + 22 + 28 + 12.8),
+    ("none", "bf16", "deepep", 12 + 22 + 18 + 6.4), ("none", "bf16", "hybrid", 12 + 22 + 8 + 6.4),
 ])  # fmt: skip
 def test_a_slow_cpu_launches_every_kernel_of_a_layer_for_a_forward_and_twice_as_many_for_a_backward(
-    schedule, graphs, precision, each
+    schedule, graphs, precision, backend, each
 ):
-    """48 layers of 10 + 2 launches for attention, 30 for experts, and 0.2 for each of 32 local experts. In 8 bits, each
-    product has another launch. Partial CUDA graphs replay attention and 10 launches of the router."""
+    """48 layers of 10 + 2 launches for attention, 22 for experts, those of the dispatcher, and 0.2 for each of 32 local
+    experts. In 8 bits, each product has another launch. Partial CUDA graphs replay attention and 10 of the router."""
     load = changed(
-        LOAD, layout={"gpus": 4, "pp": 1}, global_batch=12, schedule=schedule, cuda_graphs=graphs, precision=precision
-    )
+        LOAD, layout={"gpus": 4, "pp": 1}, global_batch=12, schedule=schedule, cuda_graphs=graphs, precision=precision,
+        ep_backend=backend,
+    )  # fmt: skip
     fast, slow = step_of(load), step_of(changed(load, host=1.0))
     assert slow.compute + slow.exposed + slow.idle == pytest.approx(
         3 * 48 * 3 * each if each else fast.compute + fast.exposed + fast.idle, rel=1e-3
