@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,7 @@ class ExportPlan:
     update_norms: Mapping[str, float] = field(default_factory=dict)
     """The norms of what adapters add to the weights that `read` has returned, by global name."""
     _errors: dict[str, float] = field(default_factory=dict)
+    config_file: ClassVar[str] = CONFIG_FILE
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -101,16 +102,16 @@ class ExportPlan:
         share = dict([*shards.items()][rank::size])
 
         def write(unfinished: Path) -> None:
-            tensors = self._tensors({name for names in share.values() for name in names})
+            tensors = self.tensors({name for names in share.values() for name in names})
             for file, names in share.items():
                 write_tensors(unfinished / file, dict(islice(tensors, len(names))))
 
         listed = {name: file for file, names in shards.items() for name in names}
         index = {"metadata": {"total_size": sum(self.sizes.values())}, "weight_map": listed}
         files = {**self.files, **({INDEX_FILE: encoded(index)} if len(shards) > 1 else {})}
-        write_folder(folder, write, lambda _: {**files, CONFIG_FILE: encoded(self.config)})
+        write_folder(folder, write, lambda _: {**files, self.config_file: encoded(self.config)})
 
-    def _tensors(self, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, wanted: Set[str]) -> Iterator[tuple[str, Tensor]]:
         """The published tensors with these names, in the planned order."""
         for target in self.layout.targets():
             if not any({part.name, f"{part.name}{SCALE}"} & wanted for part in target.parts):
@@ -140,7 +141,7 @@ class ExportPlan:
         error, update = map(sum, zip(*gather_objects(own), strict=True))
         return f"merging rounds away {math.sqrt(error / update):.2%} of what the adapters have learned" if error else ""
 
-    def _in_fp8(self, part: PublishedRows, rows: Tensor, wanted: set[str], name: str) -> Iterator[tuple[str, Tensor]]:
+    def _in_fp8(self, part: PublishedRows, rows: Tensor, wanted: Set[str], name: str) -> Iterator[tuple[str, Tensor]]:
         """A weight and its scales. It is rounded twice, so that reading it and rounding again changes nothing."""
         assert self.fp8
         weight = exact = part.to_published(as_dtype(part.name, rows, torch.float32))
