@@ -139,14 +139,25 @@ def write_synced(path: Path, data: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write all of `data` into a file, or leave the file as it is. Raises OSError."""
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+@contextmanager
+def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
+    """A new path beside `path`. The file that is written there takes the name of `path`, or is removed on an error.
+
+    suffix: of its name, if only one process writes it; the next one then removes what a killed process has left.
+    """
+    part = path.with_name(f".{path.name}.{suffix or uuid.uuid4().hex}")
     try:
-        write_synced(part, data)
+        part.unlink(missing_ok=True)
+        yield part
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write all of `data` into a file, or leave the file as it is. Raises OSError."""
+    with replacing(path) as part:
+        write_synced(part, data)
 
 
 def sync(path: Path) -> None:
@@ -218,18 +229,21 @@ def only_writer(folder: Path, lock_file: Path, wait: float | None = None) -> Ite
 
 
 def try_lock(path: Path, kind: int = fcntl.LOCK_EX, flags: int = os.O_RDWR | os.O_CREAT) -> int | None:
-    """The descriptor of a locked file; None if another process has the lock, or has just removed the file.
+    """A descriptor that holds a lock on a file until it is closed, or the process dies.
 
-    kind: LOCK_EX, or LOCK_SH for one that others may share. flags: with which the file is opened. Raises OSError.
+    None if another process has the lock, or has just removed the file. kind: LOCK_EX, or LOCK_SH for one that others
+    may share. flags: with which the file is opened. Raises OSError.
     """
+    descriptor = os.open(path, flags, 0o666)
     try:
-        descriptor = open_locked(path, kind | fcntl.LOCK_NB, flags)
-    except BlockingIOError:
-        return None
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return os.open(path, flags)
+        if error.errno in _NO_LOCKS:
+            return descriptor
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
     if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
         return descriptor
     os.close(descriptor)  # it has just been removed
@@ -242,17 +256,3 @@ def _in_use(folder: Path, lock_file: Path) -> FolderInUseError:
     return FolderInUseError(
         f"{printable(folder)} is being written by {who}: wait until it ends, stop it, or use another folder"
     )
-
-
-def open_locked(path: Path, kind: int = fcntl.LOCK_EX, flags: int = os.O_RDWR | os.O_CREAT) -> int:
-    """A descriptor that holds a lock of this kind on a file until it is closed, or the process dies.
-
-    flags: with which the file is opened. Raises BlockingIOError for one that is held, if `kind` has LOCK_NB.
-    """
-    descriptor = os.open(path, flags, 0o666)
-    try:
-        fcntl.flock(descriptor, kind)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor

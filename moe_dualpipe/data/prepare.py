@@ -21,7 +21,6 @@ import json
 import math
 import os
 import shutil
-import uuid
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,7 +37,7 @@ from ..messages import check_range, printable
 from .chats import NO_TEMPLATE, Chat, ChatOptions, ChatTemplate, read_template
 from .documents import Documents
 from .encode import EncodedDocument, Split, encode_documents, hash_text, split_lines, text_of
-from .files import LOCK_FILE, divide, make_folder, only_writer, sync, write_synced
+from .files import LOCK_FILE, divide, make_folder, only_writer, replacing, sync, write_synced
 from .pool import run_in_processes
 from .rows import row_format
 from .token_files import CHUNK, HELD_OUT_FILES, TRAIN_FILE, Sidecar, flags_file
@@ -102,10 +101,9 @@ class ShardWriter:
         """
         if self.is_finished(shard):
             return True
-        path, unfinished = self.path(shard), self.folder / f"unfinished-{uuid.uuid4().hex}"
-        table, flags = list[tuple[int, int, int]](), bytearray()
-        try:
-            with zipfile.ZipFile(unfinished, "w") as file:
+        path, table, flags = self.path(shard), list[tuple[int, int, int]](), bytearray()
+        with replacing(path) as part:  # another process may write the same
+            with zipfile.ZipFile(part, "w") as file:
                 with file.open(_TOKENS, "w", force_zip64=True) as tokens:
                     for document in encode_documents(shard, self.tokenizer, self.special_tokens, self.chats):
                         tokens.write(document.tokens_N.data)
@@ -115,11 +113,8 @@ class ShardWriter:
                     file.writestr(_FLAGS, bytes(flags))
                 file.writestr(_TABLE, np.array(table, np.uint64).tobytes())
                 file.comment = _seal(path, file)
-            sync(unfinished)
-            unfinished.replace(path)  # another process may have written the same
-            return False
-        finally:
-            unfinished.unlink(missing_ok=True)
+            sync(part)
+        return False
 
 
 def join(paths: list[Path], folder: Path, tokenizer: Tokenizer) -> tuple[Sidecar, Sidecar]:
