@@ -67,9 +67,9 @@ def test_a_source_whose_files_are_replaced_is_read_again(tmp_path, monkeypatch, 
             prepare_data([str(text)], folder, "bytes", 256, "text")
     left, open_file, versions = iter(changes(old, new)), DataFile.__init__, [load_data(str(old), 8).sources[0]]
 
-    def opened(self, *arguments):
+    def opened(self, *arguments, **options):
         next(left, int)()
-        open_file(self, *arguments)
+        open_file(self, *arguments, **options)
 
     monkeypatch.setattr(DataFile, "__init__", opened)
     (found,) = load_data(str(old), 8).sources
@@ -245,7 +245,7 @@ def test_only_regular_files_are_read(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     assert strict_json.read_file(tmp_path / "file", follow_links=False) == strict_json.read_file(tmp_path / "link")
     for path, follow, message in (
-        ("link", False, "it is a symbolic link"), ("pipe", True, "it is not a file"), ("", True, "it is not a file"),
+        ("link", False, "it is a symbolic link"), ("pipe", True, "it is not a regular file"), ("", True, "it is not a regular file"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             strict_json.read_file(tmp_path / path, follow)
