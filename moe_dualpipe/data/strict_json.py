@@ -62,13 +62,13 @@ def _check_depth(value: Any) -> None:
 
 
 def read_bytes(path: Path, follow_links: bool = True) -> bytes:
-    """Return the content of a small file. Raises FileError, and ValueError with a message that does not name the file.
+    """Return the content of a small file. Raises FileError.
 
     follow_links: whether `path` may be a symbolic link.
     """
     with DataFile(path, follow_links=follow_links) as file:
         if file.size > MAX_BYTES:
-            raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
+            raise FileError(f"cannot read {printable(path)}: it has more than {MAX_BYTES:,} bytes")
         return bytes(file.read(0, file.size))
 
 
@@ -79,7 +79,7 @@ def read_text(path: Path) -> str:
 
 
 def read_file(path: Path, follow_links: bool = True) -> Any:
-    """Return the value in a JSON file. Arguments and errors: as in `read_bytes`."""
+    """Return the value in a JSON file. Raises FileError, and ValueError with a message that does not name the file."""
     return parse(read_bytes(path, follow_links))
 
 
