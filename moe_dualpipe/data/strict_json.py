@@ -7,7 +7,7 @@ message. Numbers that are not finite are written as null, because other parsers 
 import json
 import math
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,17 @@ def read_text(path: Path) -> str:
     """Return the text of a small file in UTF-8. Raises ValueError, "cannot read PATH: ..."."""
     with reading(path):
         return read_bytes(path).decode()
+
+
+def read_texts(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The texts of the files in a folder that are there, by name. Errors: as in `read_text`."""
+    return {name: read_text(folder / name) for name in names if (folder / name).is_file()}
+
+
+def parse_one(texts: Mapping[str, str], name: str) -> dict[str, Any]:
+    """The object in the JSON file `name` among texts by file name, which may have NaN; {} without such an object."""
+    found = parse(texts.get(name, "{}"), allow_nan=True)
+    return found if isinstance(found, dict) else {}
 
 
 def read_file(path: Path, follow_links: bool = True) -> Any:

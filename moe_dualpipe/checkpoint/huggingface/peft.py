@@ -25,13 +25,14 @@ from ...data.strict_json import read_named
 from ...messages import check_range, printable, quoted
 from ...models import ModelConfig
 from ...models.config import LORA_TARGETS, LoRA
+from ..destinations import ADAPTER_CONFIG_FILE
 from ..tensor_file import read_entry, read_header
 from ..weights import SavedModel, group_names
 from .companions import companions_of
 from .save import ExportPlan, layout_of
 from .tensors import PublishedRows, TensorLayout
 
-CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
+TENSOR_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _REFUSED = (
     "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias", "layer_replication",
@@ -110,7 +111,7 @@ class AdapterPlan(ExportPlan):
     """A planned export of the adapters of a checkpoint, in fp32. matrices: those of each tensor of the file."""
 
     matrices: Mapping[str, list[AdapterKey]] = field(default_factory=dict)
-    config_file = CONFIG_FILE
+    config_file = ADAPTER_CONFIG_FILE
 
     def shards(self, max_shard_size: int | str = "") -> dict[str, list[str]]:
         """One file, of any size."""
@@ -161,8 +162,8 @@ class PeftAdapter:
 
     def __init__(self, folder: Path, model: ModelConfig, companions: Mapping[str, str]):
         self.where, self._num_experts = folder, model.num_experts
-        config = read_named(folder / CONFIG_FILE, dict)
-        where = printable(folder / CONFIG_FILE)
+        config = read_named(folder / ADAPTER_CONFIG_FILE, dict)
+        where = printable(folder / ADAPTER_CONFIG_FILE)
         wrong = next(
             filter(config.get, _REFUSED), "init_lora_weights" * (config.get("init_lora_weights") not in _INITS)
         )

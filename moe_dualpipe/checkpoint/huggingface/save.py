@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ...data import Tokenizer, find_tokenizer
 from ...data.files import divide
+from ...data.strict_json import parse_one
 from ...expert_parallel.gather import gather_objects
 from ...kernels.fp8 import DTYPE as FP8_DTYPE
 from ...kernels.fp8 import Fp8Recipe
@@ -38,7 +39,6 @@ from .companions import (
     BLOCK,
     companions_of,
     encoded,
-    published_config,
     published_recipe,
     special_ids,
     tokenizer_files,
@@ -169,7 +169,7 @@ def plan_export(
     Raises ValueError if no published architecture can express the model.
     """
     companions = companions or {}
-    source = published_config(companions)
+    source = parse_one(companions, CONFIG_FILE)
     layout, config, fits = _written_config(model, source)
     if not fits:
         config |= special_ids(tokenizer, source)
@@ -216,7 +216,7 @@ def _written_config(model: ModelConfig, source: Mapping[str, Any]) -> tuple[Tens
 def layout_of(model: ModelConfig, companions: Mapping[str, str]) -> TensorLayout:
     """The published tensors of a model that started from the folder with these files. Raises ValueError if no published
     architecture can express it."""
-    return _written_config(model, published_config(companions))[0]
+    return _written_config(model, parse_one(companions, CONFIG_FILE))[0]
 
 
 def _with_scales(
