@@ -35,8 +35,8 @@ from .tensor_file import Announce
 # rename: there, each rank uploads the files of a folder of its own, and a file by which the folder is recognized comes
 # last. A file appears on a store at once and complete.
 
-CONFIG_FILE = "config.json"
-"""The file by which a folder of weights is recognized, so it is written last."""
+CONFIG_FILE, ADAPTER_CONFIG_FILE = "config.json", "adapter_config.json"
+"""The files by which a folder of weights or of adapters is recognized, so they are written last."""
 UPLOAD = stores.Patience(300.0)
 """How long an upload is retried while a store cannot be reached."""
 
@@ -119,8 +119,9 @@ def hidden(folder: Path, suffix: str) -> Path:
 
 
 def is_there(folder: Path) -> bool:
-    """Whether there is something at `folder`; on a store, a complete model."""
-    return stores.exists(folder if stores.url_of(folder) is None else folder / CONFIG_FILE)
+    """Whether there is something at `folder`; on a store, a complete model or adapter."""
+    complete = [folder / name for name in (CONFIG_FILE, ADAPTER_CONFIG_FILE)]
+    return any(map(stores.exists, [folder] if stores.url_of(folder) is None else complete))
 
 
 def remove(folder: Path, announce: Announce = announce_nothing) -> None:

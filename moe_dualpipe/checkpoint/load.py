@@ -9,7 +9,7 @@ A checkpoint is a folder <run>/checkpoints/step-000320 with safetensors files, a
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -155,18 +155,8 @@ def check_model(checkpoint: Path, model: ModelConfig) -> int:
     initialization, the loss or the precision of a product may differ.
     """
     saved = SavedModel(checkpoint)
-    if found := differences(saved.config, model):
-        raise ValueError(f"{checkpoint} holds another model: {'; '.join(found)}")
+    _differences(saved, model)
     return saved.step
-
-
-def differences(saved: ModelConfig, model: ModelConfig, but: Collection[str] = ()) -> list[str]:
-    """The options, except those in `but`, in which a saved model differs from `model`, one message each."""
-    return [
-        f"{name} was {quoted(was, 60)}, now {now!r}"
-        for name, was, now in different_options(saved, model)
-        if name not in but
-    ]
 
 
 def check_weights(folder: Path, model: ModelConfig, partial: bool = False) -> list[str]:
@@ -175,12 +165,19 @@ def check_weights(folder: Path, model: ModelConfig, partial: bool = False) -> li
     Raises ValueError if the folder is broken, and without `partial` if it has another model. The MTP modules of a
     published model may be left out.
     """
-    opened = open_weights(folder)
-    without_mtp = isinstance(opened, PublishedModel) and not model.mtp_layers
-    found = differences(opened.config, model, frozenset({"mtp_layers"} if without_mtp else ()))
+    return _differences(open_weights(folder), model, partial, "; --weights-partial loads the weights that both have")
+
+
+def _differences(opened: SavedWeights, model: ModelConfig, partial: bool = False, way_out: str = "") -> list[str]:
+    """The options in which the model of `opened` differs. Raises ValueError for any without `partial`."""
+    left_out = {"mtp_layers"} if isinstance(opened, PublishedModel) and not model.mtp_layers else set()
+    found = [
+        f"{name} was {quoted(was, 60)}, now {now!r}"
+        for name, was, now in different_options(opened.config, model)
+        if name not in left_out
+    ]
     if found and not partial:
-        way_out = "--weights-partial loads the weights that both have"
-        raise ValueError(f"{printable(folder)} holds another model: {'; '.join(found)}; {way_out}")
+        raise ValueError(f"{printable(opened.where)} holds another model: {'; '.join(found)}{way_out}")
     return found
 
 

@@ -15,7 +15,8 @@ from typing import Annotated, Any
 import msgspec
 
 from ..data import stores
-from ..data.strict_json import check_regular, read_file, reading
+from ..data.files import DataFile
+from ..data.strict_json import read_file, reading
 from ..messages import quoted
 
 RUN_FILE = "run.json"
@@ -38,11 +39,12 @@ class FileChecksum:
 
     @classmethod
     def of_file(cls, path: Path) -> "FileChecksum":
+        """Raises FileError if it cannot be read, or is a link, which could lead elsewhere."""
         crc = 0
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK):
-                crc = zlib.crc32(block, crc)
-        return cls(path.stat().st_size, crc)
+        with DataFile(path, follow_links=False) as file:
+            for first in range(0, file.size, _BLOCK):
+                crc = zlib.crc32(file.read(first, min(_BLOCK, file.size - first)), crc)
+            return cls(file.size, crc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,30 +91,19 @@ def verify_checkpoint(checkpoint: Path) -> Manifest:
     manifest = read_manifest(checkpoint)
     if ".metadata" in manifest.files:
         raise ValueError("an earlier version wrote it: convert it with examples/convert_checkpoint.py")
-    try:
-        for name, expected in manifest.files.items():
-            path = checkpoint / name
-            if (length := _size(path)) != expected.length:
-                raise ValueError(f"{name} has {length:,} bytes, expected {expected.length:,}")
-            if (stores.url_of(path) is None or path.exists()) and FileChecksum.of_file(path) != expected:
-                raise ValueError(f"{name} does not match its checksum")
-    except OSError as error:
-        raise ValueError(f"{error.filename}: {error.strerror}") from None
+    for name, expected in manifest.files.items():
+        path = checkpoint / name
+        if stores.url_of(path) is None or path.exists():
+            found = FileChecksum.of_file(path)
+        elif entry := stores.entry_of(path):
+            found = FileChecksum(entry.size, expected.crc32)
+        else:
+            raise ValueError(f"{name} is missing")
+        if found.length != expected.length:
+            raise ValueError(f"{name} has {found.length:,} bytes, expected {expected.length:,}")
+        if found != expected:
+            raise ValueError(f"{name} does not match its checksum")
     return manifest
-
-
-def _size(path: Path) -> int:
-    """The size of a file. Raises ValueError if it is missing, not regular, or a link, which could lead elsewhere."""
-    try:
-        if stores.url_of(path) is None:
-            return check_regular(path, follow_links=False).st_size
-        if entry := stores.entry_of(path):
-            return entry.size
-        raise FileNotFoundError
-    except FileNotFoundError:
-        raise ValueError(f"{path.name} is missing") from None
-    except ValueError as error:
-        raise ValueError(f"{path.name} is refused: {error}") from None
 
 
 def check_file_names(names: Iterable[str]) -> None:

@@ -82,15 +82,13 @@ def load_spread_model(
         placed, have = (", ".join(map(str, sorted(found))) for found in (experts, layers))
         raise ValueError(f"{folder}: copies are placed for layers {placed}, but its model has experts in layers {have}")
     in_order = [*range(config.num_experts)]
-    weights = global_weights(model)
-    named = names_by_expert([model], {layer: experts.get(layer, in_order) for layer in layers})
-    name_of_slot = {slot_name: name for slot_name, name, _ in named}
-    names = {slot_name: name_of_slot.get(slot_name, slot_name) for slot_name in weights}
-    state = {PREFIX + names[slot_name]: tensor for slot_name, tensor in weights.items()}
-    load_weights(folder, state)
+    slots = names_by_expert([model], {layer: experts.get(layer, in_order) for layer in layers})
+    names = {slot_name: name for slot_name, name, _ in slots}
+    weights = [(PREFIX + names.get(name, name), tensor) for name, tensor in global_weights(model).items()]
+    load_weights(folder, state := dict(weights))
     with torch.no_grad():
-        for slot_name, tensor in weights.items():  # of several copies of an expert on this rank, one has been loaded
-            tensor.copy_(state[PREFIX + names[slot_name]])
+        for name, tensor in weights:  # of several copies of an expert on this rank, one has been loaded
+            tensor.copy_(state[name])
     for layer, slots in experts.items():
         layers[layer].place(slots)
     return model

@@ -24,6 +24,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ..data.files import replacing
 from ..data.strict_json import parse, reading
 from ..errors import without_frames
 from ..messages import describe, printable, quoted
@@ -39,20 +40,17 @@ def write_routes(path: Path, layers: Mapping[int, tuple[Tensor, Tensor]], run: M
 
     Raises ValueError, and leaves no file, if it cannot be written.
     """
-    tensors, unfinished = {}, path.with_name(f".{path.name}.unfinished")
+    tensors = {}
     for layer, (samples_N, experts_NSK) in layers.items():
         tensors[f"layers.{layer}.samples"] = samples_N
         tensors[f"layers.{layer}.experts"] = experts_NSK.to(torch.int16)
     try:
-        unfinished.unlink(missing_ok=True)
-        write_tensors(unfinished, tensors, metadata={"run": json.dumps(run)})
-        unfinished.replace(path)
+        with replacing(path, "unfinished") as part:
+            write_tensors(part, tensors, metadata={"run": json.dumps(run)})
     except OSError as error:
         raise without_frames(
             ValueError(f"cannot write {printable(path)}: {error.strerror or describe(error)}")
         ) from None
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def run_of_file(path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -191,10 +191,6 @@ class TensorFolder:
         self.entries: Mapping[str, TensorEntry] = {
             name: entry for entries in headers.values() for name, entry in entries.items()
         }
-
-    def by_position(self, names: Iterable[str]) -> list[str]:
-        """Names in the order of the files and bytes, in which reading is fastest."""
-        return sorted(names, key=lambda name: (self.entries[name].file, self.entries[name].start))
 
     def read(self, name: str) -> Tensor:
         """Return a tensor, as a new CPU tensor in the stored dtype.

@@ -191,9 +191,8 @@ class SavedModel:
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
         """Read into tensors of the same shapes. Raises ValueError if they cannot be read."""
-        for name in self._tensors.by_position(self._prefix + name for name in tensors):
-            short = name.removeprefix(self._prefix)
-            tensors[short].copy_(self.tensor(short))
+        for name, tensor in tensors.items():
+            tensor.copy_(self.tensor(name))
 
 
 def global_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ class Export:
             print(lost)
 
 
-def _described(plan: ExportPlan | AdapterPlan, max_shard_size: str) -> str:
+def _described(plan: ExportPlan, max_shard_size: str) -> str:
     architecture = plan.layout.architecture
     if isinstance(plan, AdapterPlan):
         size = _size(sum(plan.sizes.values()))

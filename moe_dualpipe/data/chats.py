@@ -132,10 +132,7 @@ class ChatTemplate:
 
         Raises ValueError for one that is not a template.
         """
-        config: dict[str, Any] = {}
-        for name in (SPECIAL_TOKENS, TOKENIZER_CONFIG):
-            found = strict_json.parse(files.get(name, "{}"), allow_nan=True)
-            config |= found if isinstance(found, dict) else {}
+        config = strict_json.parse_one(files, SPECIAL_TOKENS) | strict_json.parse_one(files, TOKENIZER_CONFIG)
         sources: Any = files.get(TEMPLATE_FILE, config.get("chat_template"))
         if isinstance(sources, list):
             sources = {str(each.get("name")): each.get("template") for each in sources if isinstance(each, dict)}
@@ -247,8 +244,8 @@ def read_template(tokenizer: str, file: Path | None) -> dict[str, str]:
 
     file: the template to take instead. Raises ValueError.
     """
-    beside = (Path(tokenizer).with_name(name) for name in (SPECIAL_TOKENS, TOKENIZER_CONFIG, TEMPLATE_FILE))
-    return {path.name: strict_json.read_text(path) for path in beside if path.is_file()} | template_file(file)
+    names = SPECIAL_TOKENS, TOKENIZER_CONFIG, TEMPLATE_FILE
+    return strict_json.read_texts(Path(tokenizer).parent, names) | template_file(file)
 
 
 @lru_cache(maxsize=8)

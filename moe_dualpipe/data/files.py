@@ -40,27 +40,33 @@ class FileStatus:
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
+class FileError(ValueError):
+    """A file cannot be read, or has changed. The message is one line that names it."""
+
+
 class DataFile:
     """A regular file, open for reading, with the size that it had when it was opened.
 
     Nobody may write to it meanwhile, and `check_unchanged` finds out if somebody did. If another file takes its name,
     this one stays open.
 
-    Raises ValueError, which names the file, if it cannot be read or is not a regular file, or if it has changed since
-    its status was `expected`.
+    follow_links: whether `path` may be a symbolic link. Raises FileError if it cannot be read or is not a regular file,
+    or if it has changed since its status was `expected`.
     """
 
-    def __init__(self, path: Path, expected: FileStatus | None = None):
+    def __init__(self, path: Path, expected: FileStatus | None = None, follow_links: bool = True):
         self.path = path
         try:
-            if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device may have effects
-                raise ValueError(f"cannot read {printable(path)}: it is not a regular file")
+            mode = os.stat(path, follow_symlinks=follow_links).st_mode
+            if not stat.S_ISREG(mode):  # opening a device may have effects
+                what = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
+                raise FileError(f"cannot read {printable(path)}: it is {what}")
             # O_NONBLOCK: never wait for the writer of a FIFO that has just taken the name.
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             self.close = weakref.finalize(self, os.close, descriptor)
             self._descriptor, self.status = descriptor, FileStatus.of(os.fstat(descriptor))
         except OSError as error:
-            raise ValueError(f"cannot read {printable(path)}: {error.strerror}") from None
+            raise FileError(f"cannot read {printable(path)}: {error.strerror}") from None
         self.size = self.status.size
         if expected and self.status != expected:
             raise self._changed(expected, self.status)
@@ -72,7 +78,7 @@ class DataFile:
         self.close()
 
     def read(self, first: int, size: int) -> bytearray:
-        """Return exactly `size` bytes from offset `first`. Raises ValueError if they cannot be read."""
+        """Return exactly `size` bytes from offset `first`. Raises FileError if they cannot be read."""
         self.read_into(first, memoryview(buffer := bytearray(size)))
         return buffer
 
@@ -82,18 +88,18 @@ class DataFile:
         return open(self._descriptor, "rb", buffering=1 << 17, closefd=False)
 
     def read_into(self, first: int, buffer: memoryview) -> None:
-        """Fill a buffer of bytes from offset `first`, without a copy. Raises ValueError like `read`."""
+        """Fill a buffer of bytes from offset `first`, without a copy. Raises FileError like `read`."""
         try:
             while buffer and (count := os.preadv(self._descriptor, [buffer], first)):
                 first, buffer = first + count, buffer[count:]
         except OSError as error:
-            raise ValueError(f"cannot read {printable(self.path)} at byte {first}: {error.strerror}") from None
+            raise FileError(f"cannot read {printable(self.path)} at byte {first}: {error.strerror}") from None
         if buffer:
             self.check_unchanged()
-            raise ValueError(f"cannot read {printable(self.path)}: it ends at byte {first}, before its size")
+            raise FileError(f"cannot read {printable(self.path)}: it ends at byte {first}, before its size")
 
     def check_unchanged(self) -> None:
-        """Raise ValueError if the file was written to since it was opened."""
+        """Raise FileError if the file was written to since it was opened."""
         now = FileStatus.of(os.fstat(self._descriptor))
         if now != self.status:
             raise self._changed(self.status, now)
@@ -102,7 +108,7 @@ class DataFile:
         size = f"{before.size} bytes"
         sizes = size if now.size == before.size else f"{size} then, {now.size} now"
         what = f"{printable(self.path)} was written to while it was in use ({sizes})"
-        return without_frames(ValueError(f"{what}: do not change data in place; write another file, then rename it"))
+        return without_frames(FileError(f"{what}: do not change data in place; write another file, then rename it"))
 
 
 def divide(sizes: Mapping[Key, float], limit: float) -> list[list[Key]]:
@@ -139,14 +145,25 @@ def write_synced(path: Path, data: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write all of `data` into a file, or leave the file as it is. Raises OSError."""
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+@contextmanager
+def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
+    """A new path beside `path`. The file that is written there takes the name of `path`, or is removed on an error.
+
+    suffix: of its name, if only one process writes it; the next one then removes what a killed process has left.
+    """
+    part = path.with_name(f".{path.name}.{suffix or uuid.uuid4().hex}")
     try:
-        write_synced(part, data)
+        part.unlink(missing_ok=True)
+        yield part
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write all of `data` into a file, or leave the file as it is. Raises OSError."""
+    with replacing(path) as part:
+        write_synced(part, data)
 
 
 def sync(path: Path) -> None:
@@ -218,18 +235,21 @@ def only_writer(folder: Path, lock_file: Path, wait: float | None = None) -> Ite
 
 
 def try_lock(path: Path, kind: int = fcntl.LOCK_EX, flags: int = os.O_RDWR | os.O_CREAT) -> int | None:
-    """The descriptor of a locked file; None if another process has the lock, or has just removed the file.
+    """A descriptor that holds a lock on a file until it is closed, or the process dies.
 
-    kind: LOCK_EX, or LOCK_SH for one that others may share. flags: with which the file is opened. Raises OSError.
+    None if another process has the lock, or has just removed the file. kind: LOCK_EX, or LOCK_SH for one that others
+    may share. flags: with which the file is opened. Raises OSError.
     """
+    descriptor = os.open(path, flags, 0o666)
     try:
-        descriptor = open_locked(path, kind | fcntl.LOCK_NB, flags)
-    except BlockingIOError:
-        return None
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return os.open(path, flags)
+        if error.errno in _NO_LOCKS:
+            return descriptor
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
     if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
         return descriptor
     os.close(descriptor)  # it has just been removed
@@ -242,17 +262,3 @@ def _in_use(folder: Path, lock_file: Path) -> FolderInUseError:
     return FolderInUseError(
         f"{printable(folder)} is being written by {who}: wait until it ends, stop it, or use another folder"
     )
-
-
-def open_locked(path: Path, kind: int = fcntl.LOCK_EX, flags: int = os.O_RDWR | os.O_CREAT) -> int:
-    """A descriptor that holds a lock of this kind on a file until it is closed, or the process dies.
-
-    flags: with which the file is opened. Raises BlockingIOError for one that is held, if `kind` has LOCK_NB.
-    """
-    descriptor = os.open(path, flags, 0o666)
-    try:
-        fcntl.flock(descriptor, kind)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor

@@ -6,9 +6,9 @@ finished. It needs twice the disk space of the result for a while; in return, tr
 
 A shard is a ZIP file: token ids and a table of documents. Each file of rows becomes one; small text files share one.
 Its name is a hash of everything that it depends on: its files, their sizes and times, the tokenizer and the field. Its
-seal is a checksum of its name and its contents. It is written under another name and renamed when it is complete. So a
-shard is finished if its seal fits, and if the files still have the documents of its table. Any number of processes on
-any machines may write shards into the same folder: each skips those that are finished.
+contents are named after it, and have checksums. It is written under another name and renamed when it is complete. So a
+shard is finished if it has contents of its name, and if the files still have the documents of its table. Any number of
+processes on any machines may write shards into the same folder: each skips those that are finished.
 
 A table has a row for each document: its hash, tokens and bytes. Chats also have the flags of their tokens (samples.py),
 which become a file beside the token ids. So which documents are held out is decided when shards
@@ -21,7 +21,6 @@ import json
 import math
 import os
 import shutil
-import uuid
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,7 +37,7 @@ from ..messages import check_range, printable
 from .chats import NO_TEMPLATE, Chat, ChatOptions, ChatTemplate, read_template
 from .documents import Documents
 from .encode import EncodedDocument, Split, encode_documents, hash_text, split_lines, text_of
-from .files import LOCK_FILE, divide, make_folder, only_writer, sync, write_synced
+from .files import LOCK_FILE, divide, make_folder, only_writer, replacing, sync, write_synced
 from .pool import run_in_processes
 from .rows import row_format
 from .token_files import CHUNK, HELD_OUT_FILES, TRAIN_FILE, Sidecar, flags_file
@@ -58,7 +57,8 @@ SHARDS = "shards"
 FILES = (TRAIN_FILE, HELD_OUT_FILES[0])
 SHARD_BYTES = 1 << 22
 """Text files are put together up to this size."""
-_TOKENS, _FLAGS, _TABLE = "tokens", "flags", "documents"
+_TOKENS, _FLAGS, _TABLE = ".tokens", ".flags", ".documents"
+"""The contents of a shard: its name with one of these endings."""
 
 
 # ---- Shards ----
@@ -102,24 +102,19 @@ class ShardWriter:
         """
         if self.is_finished(shard):
             return True
-        path, unfinished = self.path(shard), self.folder / f"unfinished-{uuid.uuid4().hex}"
-        table, flags = list[tuple[int, int, int]](), bytearray()
-        try:
-            with zipfile.ZipFile(unfinished, "w") as file:
-                with file.open(_TOKENS, "w", force_zip64=True) as tokens:
+        path, table, flags = self.path(shard), list[tuple[int, int, int]](), bytearray()
+        with replacing(path) as part:  # another process may write the same
+            with zipfile.ZipFile(part, "w") as file:
+                with file.open(path.stem + _TOKENS, "w", force_zip64=True) as tokens:
                     for document in encode_documents(shard, self.tokenizer, self.special_tokens, self.chats):
                         tokens.write(document.tokens_N.data)
                         flags += b"" if document.flags_N is None else document.flags_N.tobytes()
                         table.append((document.hash, len(document.tokens_N), document.text_bytes))
                 if flags:
-                    file.writestr(_FLAGS, bytes(flags))
-                file.writestr(_TABLE, np.array(table, np.uint64).tobytes())
-                file.comment = _seal(path, file)
-            sync(unfinished)
-            unfinished.replace(path)  # another process may have written the same
-            return False
-        finally:
-            unfinished.unlink(missing_ok=True)
+                    file.writestr(path.stem + _FLAGS, bytes(flags))
+                file.writestr(path.stem + _TABLE, np.array(table, np.uint64).tobytes())
+            sync(part)
+        return False
 
 
 def join(paths: list[Path], folder: Path, tokenizer: Tokenizer) -> tuple[Sidecar, Sidecar]:
@@ -156,9 +151,10 @@ def join(paths: list[Path], folder: Path, tokenizer: Tokenizer) -> tuple[Sidecar
 
 def read_shard(path: Path, dtype: np.dtype) -> Iterator[EncodedDocument]:
     """The documents of a shard, in order. Raises ValueError if it is damaged."""
-    with _open_shard(path) as shard, shard.open(_TOKENS) as tokens, ExitStack() as stack:
-        flags = stack.enter_context(shard.open(_FLAGS)) if _FLAGS in shard.namelist() else None
-        for content_hash, size, text_bytes in _table(shard):
+    name = path.stem
+    with _open_shard(path) as shard, shard.open(name + _TOKENS) as tokens, ExitStack() as stack:
+        flags = stack.enter_context(shard.open(name + _FLAGS)) if name + _FLAGS in shard.namelist() else None
+        for content_hash, size, text_bytes in _table(shard.read(name + _TABLE)):
             tokens_N = np.frombuffer(tokens.read(size * dtype.itemsize), dtype)
             flags_N = np.frombuffer(flags.read(size), np.uint8) if flags else None
             yield EncodedDocument(content_hash, tokens_N, text_bytes, flags_N)
@@ -166,12 +162,12 @@ def read_shard(path: Path, dtype: np.dtype) -> Iterator[EncodedDocument]:
 
 def _read_table(path: Path) -> list[list[int]]:
     with _open_shard(path) as shard:
-        return _table(shard)
+        return _table(shard.read(path.stem + _TABLE))
 
 
-def _table(shard: zipfile.ZipFile) -> list[list[int]]:
+def _table(content: bytes) -> list[list[int]]:
     """Hash, tokens and bytes of each document of a shard."""
-    return np.frombuffer(shard.read(_TABLE), np.uint64).reshape(-1, 3).tolist()
+    return np.frombuffer(content, np.uint64).reshape(-1, 3).tolist()
 
 
 @contextmanager
@@ -179,17 +175,9 @@ def _open_shard(path: Path) -> Iterator[zipfile.ZipFile]:
     """Open a shard. Raises ValueError if it is damaged: at once, or at the end of a file whose checksum differs."""
     try:
         with zipfile.ZipFile(path) as shard:
-            if shard.comment != _seal(path, shard):
-                raise ValueError
             yield shard
     except Exception:  # zipfile raises many types
         raise ValueError(f"{printable(path)} is damaged: remove it, and repeat the command") from None
-
-
-def _seal(path: Path, shard: zipfile.ZipFile) -> bytes:
-    """A checksum of the name of a shard and of the checksums of its contents."""
-    contents = [(entry.filename, entry.file_size, entry.CRC) for entry in shard.infolist()]
-    return hashlib.blake2b(repr((path.name, contents)).encode(), digest_size=16).hexdigest().encode()
 
 
 def _describe(path: Path, documents: int, text_bytes: int, tokenizer: Tokenizer) -> Sidecar:

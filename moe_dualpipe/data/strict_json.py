@@ -6,10 +6,8 @@ message. Numbers that are not finite are written as null, because other parsers 
 
 import json
 import math
-import os
-import stat
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import msgspec
 
 from ..messages import printable, quoted
+from .files import DataFile, FileError
 
 UTF_16 = BOM_UTF16_LE, BOM_UTF16_BE
 _MOST_NESTED = 200
@@ -63,13 +62,14 @@ def _check_depth(value: Any) -> None:
 
 
 def read_bytes(path: Path, follow_links: bool = True) -> bytes:
-    """Return the content of a small file. Raises OSError, and ValueError with a message that does not name the file.
+    """Return the content of a small file. Raises FileError.
 
     follow_links: whether `path` may be a symbolic link.
     """
-    if check_regular(path, follow_links).st_size > MAX_BYTES:
-        raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
-    return path.read_bytes()
+    with DataFile(path, follow_links=follow_links) as file:
+        if file.size > MAX_BYTES:
+            raise FileError(f"cannot read {printable(path)}: it has more than {MAX_BYTES:,} bytes")
+        return bytes(file.read(0, file.size))
 
 
 def read_text(path: Path) -> str:
@@ -78,8 +78,19 @@ def read_text(path: Path) -> str:
         return read_bytes(path).decode()
 
 
+def read_texts(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The texts of the files in a folder that are there, by name. Errors: as in `read_text`."""
+    return {name: read_text(folder / name) for name in names if (folder / name).is_file()}
+
+
+def parse_one(texts: Mapping[str, str], name: str) -> dict[str, Any]:
+    """The object in the JSON file `name` among texts by file name, which may have NaN; {} without such an object."""
+    found = parse(texts.get(name, "{}"), allow_nan=True)
+    return found if isinstance(found, dict) else {}
+
+
 def read_file(path: Path, follow_links: bool = True) -> Any:
-    """Return the value in a JSON file. Arguments and errors: as in `read_bytes`."""
+    """Return the value in a JSON file. Raises FileError, and ValueError with a message that does not name the file."""
     return parse(read_bytes(path, follow_links))
 
 
@@ -102,24 +113,13 @@ def reading(path: Path) -> Iterator[None]:
     """Turn the errors of reading an invalid file into ValueError("cannot read {path}: ...")."""
     try:
         yield
+    except FileError:  # which says so
+        raise
     except OSError as error:
         raise ValueError(f"cannot read {printable(path)}: {error.strerror or type(error).__name__}") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else printable(error)
         raise ValueError(f"cannot read {printable(path)}: {reason}") from None
-
-
-def check_regular(path: Path, follow_links: bool = True) -> os.stat_result:
-    """Return the status of a file. Raises OSError if it does not exist, and ValueError if it is not a regular file.
-
-    Reading other kinds of file may block forever (a pipe) or never end (a device).
-    """
-    status = path.stat() if follow_links else path.lstat()
-    if stat.S_ISLNK(status.st_mode):
-        raise ValueError("it is a symbolic link")
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is not a file")
-    return status
 
 
 def write(value: Any, **options: Any) -> str:

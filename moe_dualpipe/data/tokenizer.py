@@ -21,7 +21,6 @@ import numpy as np
 
 from ..messages import check_range, printable, quoted
 from . import strict_json
-from .files import DataFile
 
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 CONFIGS = ("config.json", "special_tokens_map.json", TOKENIZER_CONFIG)
@@ -275,8 +274,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     for beside in filter(Path.is_file, map(path.with_name, CONFIGS)):
         with strict_json.reading(beside):
             config |= strict_json.parse(strict_json.read_bytes(beside), allow_nan=True)
-    with DataFile(path) as file:
-        return tokenizer_from_json(bytes(file.read(0, file.size)), printable(path), config)
+    return tokenizer_from_json(strict_json.read_bytes(path), printable(path), config)
 
 
 def find_tokenizer(folder: Path) -> Tokenizer:

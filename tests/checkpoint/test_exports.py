@@ -72,10 +72,13 @@ def publish(folder, power_of_two):
     return found
 
 
-@pytest.mark.parametrize("recipe", ["ue8m0", "fp32"])
-def test_experts_of_other_programs_keep_their_numbers(recipe, tmp_path):
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [("ue8m0", torch.float32), ("ue8m0", torch.bfloat16), ("fp32", torch.float32)]
+)
+def test_experts_of_other_programs_keep_their_numbers(recipe, dtype, tmp_path):
+    """Those with which they compute here, too: a product rounds weights as an export does."""
     before = publish(saved(tmp_path / "first", recipe), recipe == "ue8m0")
-    save_pretrained(from_pretrained(tmp_path / "first", torch.float32), tmp_path / "second", fp8=RECIPES[recipe])
+    save_pretrained(from_pretrained(tmp_path / "first", dtype), tmp_path / "second", fp8=RECIPES[recipe])
     after, changed, total = tensors(tmp_path / "second"), 0, 0
     for name in (name for name in before if f"{name}{SCALES}" in before):
         old, new = (Fp8Matrix(found[name], found[f"{name}{SCALES}"], 128, 128) for found in (before, after))
@@ -88,15 +91,6 @@ def test_experts_of_other_programs_keep_their_numbers(recipe, tmp_path):
         assert torch.equal(halved, new.scales != old.scales)
         changed, total = changed + int(halved.sum()), total + halved.numel()
     assert recipe == "fp32" or changed < total / 4
-
-
-def test_experts_compute_with_the_numbers_in_the_file(tmp_path):
-    before = publish(saved(tmp_path / "first"), power_of_two=True)
-    model = from_pretrained(tmp_path / "first", torch.bfloat16)
-    rounded = RECIPES["ue8m0"].quantize_weights(model.get_parameter("layers.1.mlp.experts.down")).read()
-    for expert in range(LATENT.num_experts):
-        name = f"model.layers.1.mlp.experts.{expert}.down_proj.weight"
-        assert torch.equal(rounded[expert], Fp8Matrix(before[name], before[f"{name}{SCALES}"], 128, 128).read())
 
 
 def test_loading_needs_memory_for_the_model_and_for_one_weight(tmp_path):

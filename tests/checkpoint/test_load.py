@@ -199,13 +199,16 @@ TOKENS, FIRST, RUN = "tokens.txt", "rank-0-0.safetensors", "run.json"
 NO_BYTES = FileChecksum.of(b"")
 DAMAGES = {
     "truncated": (lambda c: os.truncate(c / FIRST, 50), f"{FIRST} has 50 bytes, expected "),
-    "missing": (lambda c: (c / FIRST).unlink(), f"{FIRST} is missing"),
-    "a link": (lambda c: link(c / TOKENS, c.parent / TOKENS), f"{TOKENS} is refused: it is a symbolic link"),
-    "a link inside": (lambda c: link(c / FIRST, c / "copy"), f"{FIRST} is refused: it is a symbolic link"),
+    "missing": (lambda c: (c / FIRST).unlink(), f"cannot read {FIRST}: No such file"),
+    "a link": (lambda c: link(c / TOKENS, c.parent / TOKENS), f"cannot read {TOKENS}: it is a symbolic link"),
+    "a link inside": (lambda c: link(c / FIRST, c / "copy"), f"cannot read {FIRST}: it is a symbolic link"),
     "a linked run.json": (lambda c: link(c / RUN, c.parent / "run"), f"cannot read {RUN}: it is a symbolic link"),
-    "a pipe": (lambda c: pipe(c / TOKENS), f"{TOKENS} is refused: it is not a file"),
-    "a pipe as run.json": (lambda c: pipe(c / RUN), f"cannot read {RUN}: it is not a file"),
-    "a folder": (lambda c: [(c / TOKENS).unlink(), (c / TOKENS).mkdir()], f"{TOKENS} is refused: it is not a file"),
+    "a pipe": (lambda c: pipe(c / TOKENS), f"cannot read {TOKENS}: it is not a regular file"),
+    "a pipe as run.json": (lambda c: pipe(c / RUN), f"cannot read {RUN}: it is not a regular file"),
+    "a folder": (
+        lambda c: [(c / TOKENS).unlink(), (c / TOKENS).mkdir()],
+        f"cannot read {TOKENS}: it is not a regular file",
+    ),
     "outside": (
         lambda c: forge(c, **{"../tokens.txt": NO_BYTES}),
         f"cannot read {RUN}: '../tokens.txt' is not a valid",

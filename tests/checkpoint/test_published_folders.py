@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from typing import Any
 
 import pytest
 import torch
@@ -21,45 +20,6 @@ LACKS, SURPLUS = "lacks tensors of the model that its config.json describes: ", 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     return save(random_model("mixtral"), tmp_path_factory.mktemp("published") / "saved")
-
-
-def put(**tensors):
-    return lambda folder: change_tensors(folder, lambda found: found.update(tensors))
-
-
-def pop(*names):
-    return lambda folder: change_tensors(folder, lambda found: [found.pop(name) for name in names])
-
-
-FAULTS = [
-    (put(**{"model.norm.weight": torch.zeros(24, 1)}), "norm.weight has shape [24, 1], but by config.json it must"),
-    (put(**{EXPERT.format(3): torch.zeros(11, 24)}), "w2.weight has shape [11, 24], but by config.json it must"),
-    (pop(EXPERT.format(1), EXPERT.format(2)), f"{LACKS}{EXPERT.format(1)} (and 1 like it)"),
-    (put(**{EXPERT.format(4): torch.zeros(24, 11)}), f"{SURPLUS}{EXPERT.format(4)}"),
-    (lambda folder: configure(folder, num_hidden_layers=2), f"{SURPLUS}model.layers.2."),
-    (lambda folder: configure(folder, num_hidden_layers=4), f"{LACKS}model.layers.3."),
-    (lambda folder: configure(folder, num_hidden_layers=5000), "its 5,000 layers of 4 experts and 3 heads do not fit"),
-    (lambda folder: configure(folder, num_local_experts=10**9), "of 1,000,000,000 experts and 3 heads do not fit into"),
-    (lambda folder: configure(folder, vocab_size=2**30), "do not fit into the "),
-    (lambda folder: (folder / "config.json").unlink(), "has no config.json: give the local folder of a published"),
-    (lambda folder: (folder / "config.json").write_text("[1]"), "config.json: Expected `object`, got `array`"),
-    (lambda folder: (folder / "tokenizer.json").write_bytes(b'{"a": '), "tokenizer.json: it is not JSON: Expecting"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("damage,problem", FAULTS, ids=[problem[:40] for _, problem in FAULTS])
-def test_a_folder_that_does_not_fit_together_is_refused(original, tmp_path, damage, problem):
-    folder = shutil.copytree(original, tmp_path / "saved")
-    damage(folder)
-    with pytest.raises(ValueError) as error:
-        from_pretrained(folder)
-    check_message(error.value)
-    assert str(folder) in str(error.value) and problem in str(error.value)
-
-
-def test_a_published_model_has_no_custom_layers(original):
-    with pytest.raises(ValueError, match=f"{original} has experts 'swiglu', not 'own:Experts': leave out --experts"):
-        open_model(str(original), {"experts": "own:Experts"})
 
 
 # ---- Weights in fp8, as DeepSeek publishes them: one scale for each block of 128 x 128 numbers ----
@@ -123,30 +83,70 @@ def test_scales_of_any_floats_are_read(folder, dtype):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
+# ---- Refusals ----
+
+
+def put(**tensors):
+    return change(lambda _: tensors)
+
+
+def change(edit):
+    """Replace tensors of the folder by those that `edit` makes of them."""
+    return lambda folder: change_tensors(folder, lambda found: found.update(edit(found)))
+
+
+def pop(*names):
+    return lambda folder: change_tensors(folder, lambda found: [found.pop(name) for name in names])
+
+
 NORM, DOWN = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
+SCALE, ONE_EACH = (
+    f"{DOWN}_scale_inv",
+    "must be [2, 3], one scale for each block, of float32, bfloat16, float16, float8_e8m0fnu",
+)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-FP8_FAULTS: dict[str, tuple[Any, str]] = {
-    "vector": (lambda t: {NORM: t[NORM].to(E4M3)}, f"{NORM} has dtype .*e4m3fn, which is not supported"),
-    "whole numbers": (lambda t: {DOWN: t[DOWN].view(torch.int8)}, f"{DOWN} has dtype torch.int8, which"),
-    "e5m2": (lambda t: {DOWN: t[DOWN].view(E5M2)}, f"{DOWN} has dtype torch.float8_e5m2, which is not supp"),
-    "shape": (lambda _: {f"{DOWN}_scale_inv": torch.ones(3, 2)}, r"must be \[2, 3\], one scale for each block"),
-    "dtype": (lambda _: {f"{DOWN}_scale_inv": torch.ones(2, 3).double()}, "must be .2, 3., one .*float8_e8m0fnu$"),
-    "missing": (lambda t: t.pop(f"{DOWN}_scale_inv") is None or {}, f"scales of matrices in fp8: {DOWN}_scale_inv$"),
-    "without a weight": (lambda _: {f"{NORM}_scale_inv": torch.ones(1)}, f"does not have: {NORM}_scale_inv"),
-    "gptq": ({"quant_method": "gptq"}, "'gptq'.* is not supported: it needs "),
-    "blocks": ({"weight_block_size": [64, 128]}, "is not supported"), "format": ({"fmt": "e5m2"}, "is not supported"),
-    "text": ("fp8", "quantization_config 'fp8' is not supported"),
-    "none": (None, "with a quantization_config of 'fp8'"),
-}  # fmt: skip
-"""A change of the tensors or of the quantization, and the message."""
+FAULTS = [
+    (put(**{NORM: torch.zeros(24, 1)}), "norm.weight has shape [24, 1], but by config.json it must"),
+    (put(**{EXPERT.format(3): torch.zeros(11, 24)}), "w2.weight has shape [11, 24], but by config.json it must"),
+    (pop(EXPERT.format(1), EXPERT.format(2)), f"{LACKS}{EXPERT.format(1)} (and 1 like it)"),
+    (put(**{EXPERT.format(4): torch.zeros(24, 11)}), f"{SURPLUS}{EXPERT.format(4)}"),
+    (lambda folder: configure(folder, num_hidden_layers=2), f"{SURPLUS}model.layers.2."),
+    (lambda folder: configure(folder, num_hidden_layers=4), f"{LACKS}model.layers.3."),
+    (lambda folder: configure(folder, num_hidden_layers=5000), "its 5,000 layers of 4 experts and 3 heads do not fit"),
+    (lambda folder: configure(folder, num_local_experts=10**9), "of 1,000,000,000 experts and 3 heads do not fit into"),
+    (lambda folder: configure(folder, vocab_size=2**30), "do not fit into the "),
+    (lambda folder: (folder / "config.json").unlink(), "has no config.json: give the local folder of a published"),
+    (lambda folder: (folder / "config.json").write_text("[1]"), "config.json: Expected `object`, got `array`"),
+    (lambda folder: (folder / "tokenizer.json").write_bytes(b'{"a": '), "tokenizer.json: it is not JSON: Expecting"),
+]  # fmt: skip
+FP8_FAULTS = [
+    (change(lambda t: {NORM: t[NORM].to(E4M3)}), f"{NORM} has dtype torch.float8_e4m3fn, which is not supported"),
+    (change(lambda t: {DOWN: t[DOWN].view(torch.int8)}), f"{DOWN} has dtype torch.int8, which is not supported"),
+    (change(lambda t: {DOWN: t[DOWN].view(E5M2)}), f"{DOWN} has dtype torch.float8_e5m2, which is not supported"),
+    (put(**{SCALE: torch.ones(3, 2)}), f"{SCALE} {ONE_EACH}"), (put(**{SCALE: torch.ones(2, 3).double()}), ONE_EACH),
+    (pop(SCALE), f"lacks scales of matrices in fp8: {SCALE}"),
+    (put(**{f"{NORM}_scale_inv": torch.ones(1)}), f"{SURPLUS}{NORM}_scale_inv"),
+    *(
+        (lambda path, keys=keys: configure(path, quantization_config=QUANTIZATION | keys), "not supported: it needs")
+        for keys in ({"quant_method": "gptq"}, {"fmt": "e5m2"}, {"weight_block_size": [64, 128]})
+    ),
+    (lambda folder: configure(folder, quantization_config="fp8"), "quantization_config 'fp8' is not supported"),
+    (lambda folder: configure(folder, quantization_config=None), "with a quantization_config of 'fp8'"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FP8_FAULTS)
-def test_invalid_fp8_and_other_quantizations_are_refused(fault, folder):
-    edit, message = FP8_FAULTS[fault]
-    if callable(edit):
-        change_tensors(folder, lambda tensors: tensors.update(edit(tensors)))  # pyright: ignore[reportCallIssue]
-    else:
-        configure(folder, quantization_config=QUANTIZATION | edit if isinstance(edit, dict) else edit)
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("number,damage,problem", [
+    (i, *row) for i, rows in enumerate((FAULTS, FP8_FAULTS)) for row in rows
+], ids=[problem[:40] for _, problem in (*FAULTS, *FP8_FAULTS)])  # fmt: skip
+def test_a_folder_that_does_not_fit_together_is_refused(original, original_fp8, tmp_path, number, damage, problem):
+    folder = shutil.copytree((original, original_fp8[0])[number], tmp_path / "damaged")
+    damage(folder)
+    with pytest.raises(ValueError) as error:
         from_pretrained(folder)
+    check_message(error.value)
+    assert str(folder) in str(error.value) and problem in str(error.value)
+
+
+def test_a_published_model_has_no_custom_layers(original):
+    with pytest.raises(ValueError, match=f"{original} has experts 'swiglu', not 'own:Experts': leave out --experts"):
+        open_model(str(original), {"experts": "own:Experts"})

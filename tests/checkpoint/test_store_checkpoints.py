@@ -16,7 +16,7 @@ from moe_dualpipe.checkpoint import (
     load_weights,
     save_checkpoint,
 )
-from moe_dualpipe.checkpoint.destinations import hidden
+from moe_dualpipe.checkpoint.destinations import hidden, is_there
 from moe_dualpipe.checkpoint.huggingface import from_pretrained, plan_checkpoint_export
 from moe_dualpipe.cli import main
 from moe_dualpipe.data.files import FolderInUseError, only_writer
@@ -164,6 +164,8 @@ def test_ranks_export_the_same_files_to_a_url_and_config_json_last(folders, s3, 
         plan_checkpoint_export(find_checkpoint(RUN)).write(place)
     assert main(["export", RUN, "--out", PUBLISHED]) == 2
     assert capsys.readouterr().err == f"moe-dualpipe: error: {PUBLISHED} already exists: choose another folder\n"
+    s3.put("adapter/adapter_config.json", b"{}")
+    assert is_there(output_folder("s3://bucket/adapter")) and not is_there(output_folder("s3://bucket/nothing"))
 
 
 def test_files_of_a_published_model_are_copied_while_it_is_loaded(folders, s3):

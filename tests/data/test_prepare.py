@@ -147,7 +147,8 @@ def raise_it(error: Exception) -> NoReturn:
 def with_other_table(path: Path, other: Path) -> None:
     """A whole ZIP file with the token ids of a shard and the documents of another one."""
     with zipfile.ZipFile(path) as file, zipfile.ZipFile(other) as others:
-        contents = {"tokens": file.read("tokens"), "documents": others.read("documents")}
+        tokens, documents = file.read(f"{path.stem}.tokens"), others.read(f"{other.stem}.documents")
+        contents = {f"{path.stem}.tokens": tokens, f"{path.stem}.documents": documents}
     with zipfile.ZipFile(path, "w") as file:
         for name, content in contents.items():
             file.writestr(name, content)

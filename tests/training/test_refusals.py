@@ -203,7 +203,7 @@ OLD_RUNS = [
     ({"resume": "{run}/" + LAST}, (cut, f"{LAST}/rank-0-0.safetensors"),
      "{run}/" + LAST + " is broken: rank-0-0.safetensors has 0 b"),
     ({"resume": "{run}/" + LAST}, (Path.unlink, f"{LAST}/rank-0-0.safetensors"),
-     "{run}/" + LAST + " is broken: rank-0-0.safetensors is missing"),
+     "{run}/" + LAST + " is broken: cannot read rank-0-0.safetensors: No such file or directory"),
     ({"resume": "{run}", "steps": 3}, (add_line, "metrics.jsonl"),
      "{run}/metrics.jsonl, line 5: not a record with a step: 'oops'"),
     ({"resume": "{run}", "steps": 3, "optim": "muon"}, None,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...data import TOKENIZER_FILE, Tokenizer
-from ...data.strict_json import parse, read_if_there, read_text, reading
+from ...data.strict_json import parse, parse_one, read_if_there, read_texts, reading
 from ...kernels.fp8 import RECIPES, Fp8Recipe
 
 COMPANIONS_FILE, FP8_FILE = "published.json", "fp8.json"
@@ -28,14 +28,10 @@ def read_companions(folder: Path, tokenizer: bool = False) -> dict[str, str]:
 
     tokenizer: also tokenizer.json.
     """
-    texts = {}
-    for name in (*NAMES, TOKENIZER_FILE) if tokenizer else NAMES:
-        if not (path := folder / name).is_file():
-            continue
-        texts[name] = read_text(path)
-        with reading(path):
-            if path.suffix == ".json":
-                parse(texts[name], allow_nan=True)
+    texts = read_texts(folder, (*NAMES, TOKENIZER_FILE) if tokenizer else NAMES)
+    for name in (name for name in texts if name.endswith(".json")):
+        with reading(folder / name):
+            parse(texts[name], allow_nan=True)
     return texts
 
 
@@ -46,8 +42,8 @@ def companions_of(checkpoint: Path) -> dict[str, str]:
 
 def stop_ids(companions: Mapping[str, str]) -> list[int]:
     """The tokens that end a generation: those of generation_config.json among `companions`, or else of config.json."""
-    configs = (parse(companions.get(name, "{}"), allow_nan=True) for name in ("generation_config.json", "config.json"))
-    named = [config.get("eos_token_id") for config in configs if isinstance(config, dict)]
+    configs = (parse_one(companions, name) for name in ("generation_config.json", "config.json"))
+    named = [config.get("eos_token_id") for config in configs]
     found = next((ids for ids in named if ids is not None), [])
     return [token for token in (found if isinstance(found, list) else [found]) if isinstance(token, int)]
 
@@ -67,12 +63,6 @@ def published_recipe(checkpoint: Path) -> Fp8Recipe | None:
     found = read_if_there(checkpoint / FP8_FILE, dict[str, str]) or {}
     recipe = RECIPES.get(found.get("recipe", ""))
     return recipe if recipe and recipe.weight_rows == recipe.block == BLOCK else None
-
-
-def published_config(companions: Mapping[str, str]) -> dict[str, Any]:
-    """The contents of config.json among `companions`; {} without one."""
-    config = parse(companions.get("config.json", "{}"), allow_nan=True)
-    return config if isinstance(config, dict) else {}
 
 
 def tokenizer_files(tokenizer: Tokenizer | None, alone: bool) -> dict[str, bytes]:

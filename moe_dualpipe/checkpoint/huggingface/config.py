@@ -83,7 +83,8 @@ def _value(config: Mapping[str, Any], key: JsonKey) -> Any:
             raise ValueError(f"{key.key} {quoted(value, 60)} is not supported")
         return meant[0]
     kind = type(_DEFAULTS[key.option])
-    if type(value) is not kind and not (kind is float and type(value) is int):
+    negative = kind is int and type(value) is int and value < 0
+    if negative or (type(value) is not kind and not (kind is float and type(value) is int)):
         raise ValueError(f"{key.key} must be {WANTED[kind]}: got {quoted(value, 60)}")
     return value
 
@@ -148,12 +149,8 @@ def canonical(model: ModelConfig) -> ModelConfig:
 # ---- Parts of config.json that need more than one key ----
 
 
-def _number(config: Mapping[str, Any], key: str, default: Any = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if type(value) is not int or value < 0:
-        raise ValueError(f"it has no {key}" if value is None else f"{key} must be a whole number: got {quoted(value)}")
-    return value
+def _number(config: Mapping[str, Any], key: str, default: Any = REQUIRED) -> int:
+    return _value(config, JsonKey(key, "num_experts", default, null=True))
 
 
 def is_interleaved(config: Mapping[str, Any]) -> bool:
@@ -261,7 +258,7 @@ def _read_groups(config: Mapping[str, Any], architecture: Architecture) -> dict[
     method = config.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise ValueError(f"topk_method {quoted(method, 60)} is not supported for {architecture.model_type}")
-    default = 0 if method == "greedy" else None  # then they have no effect
+    default = 0 if method == "greedy" else REQUIRED  # then they have no effect
     groups, top = (_number(config, key, default) for key in ("n_group", "topk_group"))
     return {} if method == "greedy" else {"expert_groups": groups, "top_groups": top, "group_score": "best"}
 

@@ -11,15 +11,13 @@ E experts, R rank, O output and I input width.
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
 
@@ -27,14 +25,14 @@ from ...data.strict_json import read_named
 from ...messages import check_range, printable, quoted
 from ...models import ModelConfig
 from ...models.config import LORA_TARGETS, LoRA
-from ..destinations import write_folder
-from ..tensor_file import read_entry, read_header, write_tensors
+from ..destinations import ADAPTER_CONFIG_FILE
+from ..tensor_file import read_entry, read_header
 from ..weights import SavedModel, group_names
-from .companions import companions_of, encoded
-from .save import layout_of
+from .companions import companions_of
+from .save import ExportPlan, layout_of
 from .tensors import PublishedRows, TensorLayout
 
-CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
+TENSOR_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _REFUSED = (
     "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias", "layer_replication",
@@ -109,48 +107,24 @@ def _targets(keys: list[AdapterKey]) -> dict[str, list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterPlan:
-    """A planned export of the adapters of a checkpoint."""
+class AdapterPlan(ExportPlan):
+    """A planned export of the adapters of a checkpoint, in fp32. matrices: those of each tensor of the file."""
 
-    saved: SavedModel
-    layout: TensorLayout
-    keys: list[AdapterKey]
+    matrices: Mapping[str, list[AdapterKey]] = field(default_factory=dict)
+    config_file = ADAPTER_CONFIG_FILE
 
-    def config(self) -> dict[str, Any]:
-        adapters = self.saved.adapters
-        assert adapters
-        alpha = adapters.lora.scale * adapters.lora.rank
-        return {
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": adapters.base,
-            "r": adapters.lora.rank, "lora_alpha": int(alpha) if alpha.is_integer() else alpha, "lora_dropout": 0.0,
-            "bias": "none", "fan_in_fan_out": False, "inference_mode": True, **_targets(self.keys),
-        }  # fmt: skip
+    def shards(self, max_shard_size: int | str = "") -> dict[str, list[str]]:
+        """One file, of any size."""
+        return {TENSOR_FILE: [*self.shapes]}
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the file, in fp32."""
-        of_key: dict[str, list[tuple[AdapterKey, Tensor]]] = {}
-        for key in self.keys:
-            of_key.setdefault(key.key, []).append((key, self.saved.adapter(key.name).float()))
-        return {name: _to_peft(parts) for name, parts in of_key.items()}
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each adapter, by its name in this model."""
-        return {name: 4 * math.prod(self.saved.adapter_shape(name)) for name in self.saved.adapter_names}
-
-    def describe_loss(self) -> str:
-        """Adapters are written in fp32: nothing is lost."""
-        return ""
-
-    def write(self, folder: Path, max_shard_size: int | str = "") -> None:
-        """Write the new folder `folder`. Collective. Errors: as in `ExportPlan.write`."""
-        first = not dist.is_initialized() or dist.get_rank() == 0
-
-        def write(unfinished: Path) -> None:
-            if first:
-                write_tensors(unfinished / TENSOR_FILE, self.tensors())
-
-        write_folder(folder, write, lambda _: {CONFIG_FILE: encoded(self.config())})
+    def tensors(self, wanted: Set[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in filter(wanted.__contains__, self.shapes):
+            key, stacked = self.matrices[name][0], [self.read(key.name).float() for key in self.matrices[name]]
+            if key.expert is not None:
+                pattern = "e r i -> (e r) i" if key.matrix == "A" else "e o r -> o (r e)"
+                yield name, rearrange(torch.stack(stacked), pattern)
+            else:
+                yield name, stacked[0] if key.matrix == "A" else key.part.to_published(stacked[0])
 
 
 def plan_adapter_export(checkpoint: Path) -> AdapterPlan:
@@ -159,17 +133,22 @@ def plan_adapter_export(checkpoint: Path) -> AdapterPlan:
     saved = SavedModel(checkpoint)
     if saved.adapters is None:
         raise ValueError(f"{printable(checkpoint)} has no adapters: its run was trained without --lora")
-    layout, stored = layout_of(saved.config, companions_of(checkpoint)), saved.adapter_names
-    keys = [key for key in adapter_keys(layout) if key.name in stored]
-    return AdapterPlan(saved, layout, keys)
-
-
-def _to_peft(parts: list[tuple[AdapterKey, Tensor]]) -> Tensor:
-    key, matrix = parts[0]
-    if key.expert is None:
-        return matrix if key.matrix == "A" else key.part.to_published(matrix)
-    stacked = torch.stack([matrix for _, matrix in parts])
-    return rearrange(stacked, "e r i -> (e r) i" if key.matrix == "A" else "e o r -> o (r e)")
+    layout, lora = layout_of(saved.config, companions_of(checkpoint)), saved.adapters.lora
+    keys, matrices = [key for key in adapter_keys(layout) if key.name in saved.adapter_names], {}
+    for key in keys:
+        matrices.setdefault(key.key, []).append(key)
+    shapes = {}
+    for name, (key, *others) in matrices.items():
+        rows, columns = saved.adapter_shape(key.name)
+        number = 1 + len(others)
+        shapes[name] = torch.float32, (rows * number, columns) if key.matrix == "A" else (rows, columns * number)
+    alpha = lora.scale * lora.rank
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": saved.adapters.base, "r": lora.rank,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha, "lora_dropout": 0.0, "bias": "none",
+        "fan_in_fan_out": False, "inference_mode": True, **_targets(keys),
+    }  # fmt: skip
+    return AdapterPlan(layout, torch.float32, saved.adapter, shapes, config, {}, matrices=matrices)
 
 
 # ---- Read ----
@@ -183,8 +162,8 @@ class PeftAdapter:
 
     def __init__(self, folder: Path, model: ModelConfig, companions: Mapping[str, str]):
         self.where, self._num_experts = folder, model.num_experts
-        config = read_named(folder / CONFIG_FILE, dict)
-        where = printable(folder / CONFIG_FILE)
+        config = read_named(folder / ADAPTER_CONFIG_FILE, dict)
+        where = printable(folder / ADAPTER_CONFIG_FILE)
         wrong = next(
             filter(config.get, _REFUSED), "init_lora_weights" * (config.get("init_lora_weights") not in _INITS)
         )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ...data import Tokenizer, find_tokenizer
 from ...data.files import divide
+from ...data.strict_json import parse_one
 from ...expert_parallel.gather import gather_objects
 from ...kernels.fp8 import DTYPE as FP8_DTYPE
 from ...kernels.fp8 import Fp8Recipe
@@ -38,7 +39,6 @@ from .companions import (
     BLOCK,
     companions_of,
     encoded,
-    published_config,
     published_recipe,
     special_ids,
     tokenizer_files,
@@ -74,6 +74,7 @@ class ExportPlan:
     update_norms: Mapping[str, float] = field(default_factory=dict)
     """The norms of what adapters add to the weights that `read` has returned, by global name."""
     _errors: dict[str, float] = field(default_factory=dict)
+    config_file: ClassVar[str] = CONFIG_FILE
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -101,16 +102,16 @@ class ExportPlan:
         share = dict([*shards.items()][rank::size])
 
         def write(unfinished: Path) -> None:
-            tensors = self._tensors({name for names in share.values() for name in names})
+            tensors = self.tensors({name for names in share.values() for name in names})
             for file, names in share.items():
                 write_tensors(unfinished / file, dict(islice(tensors, len(names))))
 
         listed = {name: file for file, names in shards.items() for name in names}
         index = {"metadata": {"total_size": sum(self.sizes.values())}, "weight_map": listed}
         files = {**self.files, **({INDEX_FILE: encoded(index)} if len(shards) > 1 else {})}
-        write_folder(folder, write, lambda _: {**files, CONFIG_FILE: encoded(self.config)})
+        write_folder(folder, write, lambda _: {**files, self.config_file: encoded(self.config)})
 
-    def _tensors(self, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, wanted: Set[str]) -> Iterator[tuple[str, Tensor]]:
         """The published tensors with these names, in the planned order."""
         for target in self.layout.targets():
             if not any({part.name, f"{part.name}{SCALE}"} & wanted for part in target.parts):
@@ -140,7 +141,7 @@ class ExportPlan:
         error, update = map(sum, zip(*gather_objects(own), strict=True))
         return f"merging rounds away {math.sqrt(error / update):.2%} of what the adapters have learned" if error else ""
 
-    def _in_fp8(self, part: PublishedRows, rows: Tensor, wanted: set[str], name: str) -> Iterator[tuple[str, Tensor]]:
+    def _in_fp8(self, part: PublishedRows, rows: Tensor, wanted: Set[str], name: str) -> Iterator[tuple[str, Tensor]]:
         """A weight and its scales. It is rounded twice, so that reading it and rounding again changes nothing."""
         assert self.fp8
         weight = exact = part.to_published(as_dtype(part.name, rows, torch.float32))
@@ -168,7 +169,7 @@ def plan_export(
     Raises ValueError if no published architecture can express the model.
     """
     companions = companions or {}
-    source = published_config(companions)
+    source = parse_one(companions, CONFIG_FILE)
     layout, config, fits = _written_config(model, source)
     if not fits:
         config |= special_ids(tokenizer, source)
@@ -215,7 +216,7 @@ def _written_config(model: ModelConfig, source: Mapping[str, Any]) -> tuple[Tens
 def layout_of(model: ModelConfig, companions: Mapping[str, str]) -> TensorLayout:
     """The published tensors of a model that started from the folder with these files. Raises ValueError if no published
     architecture can express it."""
-    return _written_config(model, published_config(companions))[0]
+    return _written_config(model, parse_one(companions, CONFIG_FILE))[0]
 
 
 def _with_scales(

@@ -18,6 +18,7 @@ import hashlib
 import os
 import stat
 import tempfile
+import time
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ...messages import printable, show_as
-from ..files import open_locked, sync
+from ..files import replacing, sync, try_lock
 from .store import StorageError, StoredFile, Url, info, is_url, list_folder, read_parts, storage_error
 
 _STANDS_FOR: dict[Path, Url] = {}
@@ -35,7 +36,7 @@ _opened: dict[Path, dict[str, StoredFile]] = {}
 SMALL = 64 * 2**20
 """The largest file that is copied when its folder is opened."""
 _LARGE_SUFFIXES = (".safetensors", ".bin", ".metadata")
-_COPIES, _HUB = "copies", "hf://"
+_COPIES, _HUB, _PAUSE_S = "copies", "hf://", 0.05
 
 
 def local_path(text: str | os.PathLike[str]) -> Path:
@@ -191,17 +192,18 @@ def _stamp_file(path: Path) -> Path:
 def _copy(path: Path, url: Url, entry: StoredFile, crc32: int | None) -> None:
     stamp, found = _stamp_file(path), 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(open_locked(path.with_name(f".{path.name}.lock"))):
+    while (lock := try_lock(path.with_name(f".{path.name}.lock"))) is None:
+        time.sleep(_PAUSE_S)
+    with open(lock):
         if path.exists() and stamp.exists() and stamp.read_text() == entry.stamp:
             return
-        partial = path.with_name(f".{path.name}.part")
-        with partial.open("wb") as file:
-            for data in read_parts(url, 0, entry.size, stamp=entry.stamp):
-                file.write(data)
-                found = zlib.crc32(data, found)
-        if crc32 not in (None, found):
-            raise ValueError(f"{url} does not match its checksum")
-        sync(partial)
         stamp.unlink(missing_ok=True)
-        partial.replace(path)
+        with replacing(path, "part") as part:
+            with part.open("wb") as file:
+                for data in read_parts(url, 0, entry.size, stamp=entry.stamp):
+                    file.write(data)
+                    found = zlib.crc32(data, found)
+            if crc32 not in (None, found):
+                raise ValueError(f"{url} does not match its checksum")
+            sync(part)
         stamp.write_text(entry.stamp)

@@ -47,19 +47,6 @@ class Url(str):
         return super().__new__(cls, f"{match[1]}://{match[2].strip('/')}")
 
     @property
-    def scheme(self) -> str:
-        return self.partition("://")[0]
-
-    @property
-    def bucket(self) -> str:
-        return self.partition("://")[2].partition("/")[0]
-
-    @property
-    def key(self) -> str:
-        """The path below the bucket."""
-        return self.partition("://")[2].partition("/")[2]
-
-    @property
     def name(self) -> str:
         return self.rpartition("/")[2]
 
@@ -160,8 +147,10 @@ def call(url: Url, operation: Callable[[Any, str], Result], patience: Patience =
                 f"{url}: {name}={printable(server)} is not the address of a server: write, for example, "
                 "https://s3.example.com:9000"
             )
+    scheme, _, path = url.partition("://")
+    bucket, _, key = path.partition("/")
     try:
-        return call_in_thread(lambda: operation(_store(url.scheme, url.bucket, patience), url.key), "storage").result()
+        return call_in_thread(lambda: operation(_store(scheme, bucket, patience), key), "storage").result()
     except Exception as error:
         raise (storage_error(url, error) or error) from None
 
