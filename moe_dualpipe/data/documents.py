@@ -15,6 +15,7 @@ import os
 import stat
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -95,6 +96,13 @@ class Documents:
 
 
 # ---- Files ----
+
+
+def list_files(source: str) -> dict[Path, FileStatus]:
+    """The regular files of a source; none if it cannot be read."""
+    with suppress(ValueError):
+        return _find_files(source, "")[0]
+    return {}
 
 
 def _find_files(source: str, name: str) -> tuple[dict[Path, FileStatus], dict[Path, str]]:

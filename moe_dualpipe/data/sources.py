@@ -6,8 +6,10 @@ Text is read into memory and encoded at the start. Token ids stay on disk, so th
 """
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,7 +17,7 @@ from ..messages import check_range, plural, printable
 from . import stores
 from .batches import Source, TextData
 from .chats import NO_TEMPLATE, ChatOptions
-from .documents import Documents
+from .documents import Documents, list_files
 from .encode import EncodedDocument, Split, encode_documents, held_out_size
 from .samples import Samples, Text
 from .token_files import HELD_OUT_FILES, TRAIN_FILE, TokenFile, TokensOnDisk, TokenStream
@@ -23,6 +25,8 @@ from .tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, UnknownTokenizer, diges
 
 SAMPLE = 1 << 20
 """Tokens of held-out text that are decoded to find the bytes per token."""
+_TRIES, _PAUSE_S = 10, 0.05
+T = TypeVar("T")
 
 
 def load_data(
@@ -43,12 +47,12 @@ def load_data(
     """
     entries = [split_weight(entry) for entry in ([sources] if isinstance(sources, str) else sources or [""])]
     places = {name: _locate(name) for name, _ in entries}
-    opened = {name: _open_token_files(place, dtype) for name, place in places.items()}
+    opened = {name: _while_unchanged(_open_token_files, place, dtype) for name, place in places.items()}
     tokenizer = _common_tokenizer(opened, vocab_size or np.iinfo(dtype).max + 1, tokenizer)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ValueError(f"--data ({tokenizer}) needs model.vocab_size {tokenizer.vocab_size}: got {vocab_size}")
     options = field, tokenizer, special_tokens, chats
-    texts = {name: _read_text(places[name], *options) for name, files in opened.items() if not files}
+    texts = {name: _while_unchanged(_read_text, places[name], *options) for name, files in opened.items() if not files}
     splits = {
         are_chats: Split.of(
             (((d.hash, len(d.tokens_N)) for d in text) for _, text in texts.values() if _are_chats(text) == are_chats),
@@ -82,14 +86,14 @@ def read_stream(
     those of `load_data`. Raises ValueError if the source is empty or broken, and for token ids of another tokenizer.
     """
     source = _locate(source)
-    if files := _open_token_files(source, dtype):
+    if files := _while_unchanged(_open_token_files, source, dtype):
         file = files[-1] if os.path.isdir(source) else files[0]
         found = file.tokenizer(tokenizer.vocab_size)
         if digest(found) != digest(tokenizer):
             raise ValueError(f"{printable(file.path)} has the tokenizer {found}, but the model has {tokenizer}")
         file.scan_if_small(tokenizer.vocab_size)
         return file.tokens_N, file.flags_N
-    _, encoded = _read_text(source, field, tokenizer, special_tokens, chats)
+    _, encoded = _while_unchanged(_read_text, source, field, tokenizer, special_tokens, chats)
     flags = [document.flags_N for document in encoded if document.flags_N is not None]
     return np.concatenate([document.tokens_N for document in encoded]), np.concatenate(flags) if flags else None
 
@@ -125,6 +129,24 @@ def _locate(source: str) -> str:
     except OSError as error:
         reason = f"{error.strerror}: set TMPDIR to a folder with enough space"
         raise ValueError(f"--data {printable(source)} cannot be copied: {reason}") from None
+
+
+def _while_unchanged(read: Callable[..., T], source: str, *options: Any) -> T:
+    """`read(source, *options)`, again after an error, until the files of the source are as at the error before.
+
+    At most _TRIES times. Without an error, files are not listed: of the standard library, this takes a second.
+    """
+    before = None
+    for tries_left in range(_TRIES - 1, -1, -1):
+        try:
+            return read(source, *options)
+        except ValueError:
+            files = list_files(source) if source else before
+            if files == before or not tries_left:
+                raise
+            before = files
+            time.sleep(_PAUSE_S)  # one file may be replaced after another
+    raise AssertionError
 
 
 def _open_token_files(name: str, dtype: str) -> list[TokenFile]:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,47 @@ def test_a_token_file_that_changes_in_place_is_named_when_a_batch_is_read(tmp_pa
     text.batch(0, 0, 4, 8)  # the other file is as it was
     with pytest.raises(ValueError, match=f"{tmp_path}/held_out.bin was written to while it was in use {sizes}"):
         text.held_out_batch(0, 4, 4, 8)
+
+
+def rename_over(old: Path, new: Path) -> None:
+    """Another file takes the name of `old`."""
+    part = old.with_name(f".{old.name}")
+    part.write_bytes(new.read_bytes())
+    part.replace(old)
+
+
+TOKEN_FILES = ("held_out.bin", "train.bin.json", "train.bin", "held_out.bin.json")
+
+
+@pytest.mark.parametrize(("kind", "changes"), [
+    ("text", lambda old, new: [lambda: (old / "2.txt").unlink(), lambda: rename_over(old / "4.txt", new / "5.txt")]),
+    ("tokens", lambda old, new: [partial(rename_over, old / name, new / name) for name in TOKEN_FILES]),
+])  # fmt: skip
+def test_a_source_whose_files_are_replaced_is_read_again(tmp_path, monkeypatch, kind, changes):
+    """Each change is made just before a file is opened."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        text = folder if kind == "text" else tmp_path / f"text-{folder.name}"
+        text.mkdir()
+        for i in range(9):
+            (text / f"{i}.txt").write_text(f"{folder.name} {i} " * (40 + i + 9 * (folder == new)))
+        if text != folder:
+            prepare_data([str(text)], folder, "bytes", 256, "text")
+    left, open_file, versions = iter(changes(old, new)), DataFile.__init__, [load_data(str(old), 8).sources[0]]
+
+    def opened(self, *arguments, **options):
+        next(left, int)()
+        open_file(self, *arguments, **options)
+
+    monkeypatch.setattr(DataFile, "__init__", opened)
+    (found,) = load_data(str(old), 8).sources
+    assert next(left, None) is None, "not all changes were made"
+    versions += load_data(str(old), 8).sources
+    assert any(
+        np.array_equal(found.train.streams[0][:], version.train.streams[0][:])
+        and np.array_equal(found.held_out.streams[0][:], version.held_out.streams[0][:])
+        for version in versions
+    )
 
 
 def test_reads_are_complete_or_an_error_that_names_the_file(tmp_path, monkeypatch):
