@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from moe_dualpipe.tools.profiler import NAMES, Names, TraceError, analyze, read_trace
 from moe_dualpipe.tools.profiler.doctor.calls import BLOCKED
 from moe_dualpipe.tools.profiler.doctor.device import Device
-from moe_dualpipe.tools.profiler.doctor.replay import SYNC
 from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.host import host_as_device
 from moe_dualpipe.tools.profiler.trace import HostEvent, Trace
@@ -174,10 +173,9 @@ def case_of(events, folder):
 
 def waits(case):
     """Name of each wait, and start and end of the transfer that it is for."""
-    found = case.graph.edges.keep(case.graph.edges.kind == SYNC)
-    events = (found.source_node - case.first_event).tolist()
-    calls = case.waiting_calls[found.target].tolist()
-    rows = [(case.calls[c].name, case.start[e], case.end[e]) for e, c in zip(events, calls, strict=True)]
+    found, calls = case.syncs
+    events = case.graph.edges.source_node[found].tolist()
+    rows = [(case.calls[c].name, case.start[e], case.end[e]) for e, c in zip(events, calls.tolist(), strict=True)]
     return sorted(rows, key=lambda wait: wait[2])
 
 

@@ -25,7 +25,7 @@ _FULL_QUEUE = 900  # launches block when about 1,000 are queued
 
 
 class View:
-    """In the graph of the device (dependencies.py), nodes are numbered: the ends of waits, the calls, the events."""
+    """In the graph of the device (dependencies.py), nodes are numbered: the events, the ends of waits, the calls."""
 
     def __init__(self, trace: Trace, names: Names):
         """trace: with the events of this device only."""
@@ -137,20 +137,15 @@ class View:
 
     @cached_property
     def waiting_calls(self) -> Ints:
-        """The calls that waited for an event. In the graph, node i is the end of call `waiting_calls[i]`."""
+        """The calls that waited for an event."""
         return np.flatnonzero(self.awaited >= 0)
+
+    @property
+    def wait_nodes(self) -> Ints:
+        """The node of the end of each of `waiting_calls`."""
+        return len(self.events) + np.arange(len(self.waiting_calls))
 
     @property
     def call_nodes(self) -> Ints:
         """The node of each call."""
-        return len(self.waiting_calls) + np.arange(len(self.calls))
-
-    @property
-    def first_event(self) -> int:
-        """The node of the first event."""
-        return len(self.waiting_calls) + len(self.calls)
-
-    @property
-    def event_nodes(self) -> Ints:
-        """The node of each event."""
-        return self.first_event + np.arange(len(self.events))
+        return len(self.events) + len(self.waiting_calls) + np.arange(len(self.calls))
