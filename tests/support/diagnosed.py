@@ -9,6 +9,7 @@ from moe_dualpipe.tools.profiler.doctor.device import Device
 from moe_dualpipe.tools.profiler.doctor.replay import Change, replay
 from moe_dualpipe.tools.profiler.doctor.verdict import Verdict
 from moe_dualpipe.tools.profiler.files import TraceFiles, analyze_files
+from moe_dualpipe.tools.profiler.host import as_device
 
 from .faults import Fault, Job, Recording, run, write_traces
 
@@ -32,7 +33,7 @@ def verdicts_of(job: Job, folder: Path) -> Ranked:
 
 def case_of(path: Path) -> Device:
     """The case of the first device of a trace."""
-    return Device(read_trace(path), NAMES)
+    return Device(as_device(read_trace(path), NAMES))
 
 
 def gain_of(case: Device, *changes: Change) -> float:

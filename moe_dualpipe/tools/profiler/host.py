@@ -26,6 +26,7 @@ from math import inf
 
 from ...overlap.labels import LINK_TRANSFER, LINK_WAIT, OWN_TRANSFERS, is_wait, letter_of, without_group, without_wait
 from .communication import Names
+from .phases import named
 from .trace import WAKE_UP, Collective, DeviceEvent, HostEvent, Trace
 
 _CALLS = re.compile(rf"c10d::|_?c10d_functional::|{OWN_TRANSFERS}::")
@@ -39,7 +40,13 @@ _WAKE_UP_SHARE = 0.25
 """A blocked thread goes on within WAKE_UP after the transfer, or within this share of a longer wait."""
 
 
-def host_as_device(trace: Trace, names: Names) -> Trace:
+def as_device(trace: Trace, names: Names) -> Trace:
+    """The trace with its device events named: their kinds, and what launched them. Without any, the CPU is a device."""
+    trace = _host_as_device(trace, names)
+    return replace(trace, device_events=named(trace, names))
+
+
+def _host_as_device(trace: Trace, names: Names) -> Trace:
     """Return a trace whose device is "cpu" if `trace` has no device events, otherwise `trace` itself.
 
     Annotations with the name of a transfer, according to `names`, become transfers.

@@ -26,6 +26,7 @@ from moe_dualpipe.tools.profiler.doctor.replay import (
     without,
 )
 from moe_dualpipe.tools.profiler.doctor.slowdown import cause_of, slowdown_of
+from moe_dualpipe.tools.profiler.host import as_device
 from moe_dualpipe.tools.profiler.ranks import compare_traces
 from tests.support.diagnosed import case_of, gain_of, verdicts_of
 from tests.support.faults import FAULTS, run, write_traces
@@ -179,8 +180,8 @@ def examined(made_up, folder, drift=0.0, launches=True):
         whole = json.loads(path.read_text())
         kept = [one for one in whole["traceEvents"] if launches or one.get("cat") != "cuda_runtime"]
         path.write_text(json.dumps(whole | {"traceEvents": kept}))
-    traces = [read_trace(path) for path in paths]
-    cases, comparison = [Device(trace, NAMES) for trace in traces], compare_traces(traces)
+    traces = [as_device(read_trace(path), NAMES) for path in paths]
+    cases, comparison = [Device(trace) for trace in traces], compare_traces(traces)
     return cases, shared_collectives(cases, comparison.meetings), [shift or 0.0 for shift in comparison.shifts_us]
 
 

@@ -10,13 +10,13 @@ from moe_dualpipe.tools.profiler import NAMES, Names, TraceError, analyze, read_
 from moe_dualpipe.tools.profiler.doctor.calls import BLOCKED
 from moe_dualpipe.tools.profiler.doctor.device import Device
 from moe_dualpipe.tools.profiler.files import analyze_files
-from moe_dualpipe.tools.profiler.host import host_as_device
+from moe_dualpipe.tools.profiler.host import as_device
 from moe_dualpipe.tools.profiler.trace import HostEvent, Trace
 from tests.support.traces import annotation, operator, write
 
 
 def traced(tmp_path, events, names=NAMES):
-    return host_as_device(read_trace(write(tmp_path / "trace.json", events)), names)
+    return as_device(read_trace(write(tmp_path / "trace.json", events)), names)
 
 
 def pieces(tmp_path, events):
@@ -61,7 +61,7 @@ def test_pieces_agree_with_a_stack_at_every_moment(drawn):
     every = [HostEvent(name, start, start + length, ("9", str(thread))) for name, start, length, thread in drawn]
     operators = [event for event in every if "::" in event.name]
     annotations = [event for event in every if "::" not in event.name]
-    trace = host_as_device(Trace(operators=operators, annotations=annotations), NAMES)
+    trace = as_device(Trace(operators=operators, annotations=annotations), NAMES)
     found = {}
     for thread in "12":
         works = [work for work in trace.device_events if work.stream == thread]
@@ -168,7 +168,7 @@ def test_a_collective_that_blocks_is_a_wait(events, blocks, tmp_path):
 
 
 def case_of(events, folder):
-    return Device(traced(folder, events), NAMES)
+    return Device(traced(folder, events))
 
 
 def waits(case):

@@ -9,9 +9,10 @@ from itertools import chain
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.tools.profiler import read_trace
+from moe_dualpipe.tools.profiler import NAMES, read_trace
 from moe_dualpipe.tools.profiler.account import TRANSFER, WAITING
 from moe_dualpipe.tools.profiler.files import analyze_files
+from moe_dualpipe.tools.profiler.host import as_device
 from moe_dualpipe.tools.profiler.ranks import compare_traces
 from moe_dualpipe.tools.profiler.trace import DeviceEvent, Trace
 from tests.support.faults import Job, Machine, run, write_traces
@@ -86,7 +87,7 @@ def true_waits(recording):
 
 def transfers_of(recording, folder):
     """The traces of the ranks with their collectives alone."""
-    traces = [read_trace(path) for path in write_traces(recording, folder)]
+    traces = [as_device(read_trace(path), NAMES) for path in write_traces(recording, folder)]
     return [replace(one, device_events=[e for e in one.device_events if e.collective]) for one in traces]
 
 
@@ -172,7 +173,7 @@ def test_sends_meet_receives_by_their_order(tmp_path):
 
 def test_collectives_that_do_not_overlap_cannot_be_compared():
     """Of 10 collectives, one may not overlap, because clocks are not exact. gloo's sends and broadcasts never meet."""
-    first = [DeviceEvent("ncclA", "kernel", 100 * i, 100 * i + 10, "0", "20", None, 1) for i in range(10)]
+    first = [DeviceEvent("ncclA", "kernel", 100 * i, 100 * i + 10, "0", "20", None, 1, kind="comm") for i in range(10)]
     sends = [first[0]._replace(name=name, end=90) for name in ("gloo:send", "gloo:recvAnySource", "gloo:broadcast")]
     for apart, found in ((0, 10), (1, 10), (2, 0)):
         second = [work._replace(start=work.start + 11, end=work.end + 11) for work in first[:apart]] + first[apart:]
@@ -218,7 +219,7 @@ def test_the_command_and_the_pictures_put_ranks_on_one_clock(tmp_path, capsys, o
     paths = files(tmp_path, offset, base, hosts)
     first, second = analyze_files(paths).pictures()
     assert (first.start_us + first.shift_us, second.start_us + second.shift_us) == (30, 0)
-    assert [[one.event.end + own.shift_us for one in own.of_kind("comm")] for own in (first, second)] == [[100], [100]]
+    assert [[one.end + own.shift_us for one in own.of_kind("comm")] for own in (first, second)] == [[100], [100]]
     assert first.title == "rank 0: 40.0% of the communication is hidden (1 kernel, on up to 1 thread blocks)."
     assert main(["profile", "analyze", *map(str, paths)]) == 0
     lines = capsys.readouterr().out.splitlines()

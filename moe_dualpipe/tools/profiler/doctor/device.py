@@ -79,7 +79,7 @@ class Device(View):
 
     def place(self, event: int) -> str:
         """The name of an event, as in the account: of the part of the program, the collective, or the kernel."""
-        return self.phases.name_of(self.events[event])
+        return self.events[event].place
 
     def launched_behind(self, event: int) -> str:
         """A sentence that names the last computation of another part of the program that was launched before a

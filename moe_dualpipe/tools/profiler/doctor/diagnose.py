@@ -18,7 +18,6 @@ import numpy as np
 
 from ..account import COMPUTATION, LEAST_SHARE, LOST, SLOWED, Entry, relabeled, spans_of, totals
 from ..analyze import Analysis
-from ..communication import Names
 from ..intervals import EMPTY, Intervals, intersection, union, union_length
 from ..ranks import RankComparison
 from ..trace import Trace
@@ -38,14 +37,14 @@ Causes = dict[str, FoundCause]
 
 
 def diagnose(
-    traces: Sequence[Trace], names: Names, analyses: Sequence[Analysis], rank_names: Sequence[str],
+    traces: Sequence[Trace], analyses: Sequence[Analysis], rank_names: Sequence[str],
     comparison: RankComparison,
 ) -> list[Analysis]:  # fmt: skip
     """Return the analyses with slowed computation in their accounts, causes of lost time, and what these leave.
 
     All are of the same devices. The window of a device must not be empty.
     """
-    ranks = Ranks([Device(trace, names) for trace in traces], rank_names, comparison)
+    ranks = Ranks([Device(trace) for trace in traces], rank_names, comparison)
     every = range(len(traces))
     causes = [ranks.costly(rank) for rank in every]
     repaired = [ranks.times(causes[rank])[rank] for rank in every]

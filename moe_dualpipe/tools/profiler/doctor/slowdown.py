@@ -129,7 +129,7 @@ def _fit(share: Floats, speed: Floats, least: float) -> tuple[float, float, int]
 def cause_of(device: Device, slowdown: Slowdown) -> FoundCause:
     """Transfers that are slower beside computation, or computation that is slower beside transfers."""
     events, excess = np.flatnonzero(slowdown.excess_us), slowdown.excess_us
-    copied = [category_of(event, "comm") == COPY_ENGINE for event in device.events]
+    copied = [category_of(event) == COPY_ENGINE for event in device.events]
     # By time: a backend that copies also has kernels, which pack messages.
     by_copies = 2 * device.own_us[device.is_comm & copied].sum() > device.own_us[device.is_comm].sum()
     [found] = device.longer(

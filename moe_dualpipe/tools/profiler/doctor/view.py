@@ -8,8 +8,6 @@ from functools import cached_property
 import numpy as np
 
 from ....overlap.labels import SUM_GRADIENTS, WEIGHTS, letter_of
-from ..communication import Names
-from ..phases import Phases
 from ..trace import CLOCK, Trace
 from .calls import LONG_CALL, calls_of_cpu, calls_of_gpu, queued_waits
 from .replay import Floats, Ints, Mask, previous_of
@@ -27,12 +25,12 @@ _FULL_QUEUE = 900  # launches block when about 1,000 are queued
 class View:
     """In the graph of the device (dependencies.py), nodes are numbered: the events, the ends of waits, the calls."""
 
-    def __init__(self, trace: Trace, names: Names):
-        """trace: with the events of this device only."""
+    def __init__(self, trace: Trace):
+        """trace: from `as_device`, with the events of this device only."""
         every = sorted(trace.device_events, key=lambda event: (event.start, event.end))
-        self.trace, self.phases, self.events = trace, Phases(trace, names), every[:MOST_EVENTS]
+        self.trace, self.events = trace, every[:MOST_EVENTS]
         self.is_cpu, self.origin = self.events[0].device == "cpu", self.events[0].start
-        self.kind: Ints = np.array([_KINDS[names.kind_of(event)] for event in self.events], np.int64)
+        self.kind: Ints = np.array([_KINDS[event.kind] for event in self.events], np.int64)
         self.start: Floats = np.array([event.start for event in self.events]) - self.origin
         self.end: Floats = np.array([event.end for event in self.events]) - self.origin
         streams: dict[str, int] = {}
