@@ -32,7 +32,7 @@ from .communication import NAMES, Names
 from .doctor.verdict import Verdict
 from .host import as_device
 from .intervals import Intervals, intersection, intervals_of, union, union_length
-from .trace import DeviceEvent, HostEvent, Trace
+from .trace import DeviceEvent, Trace
 from .windows import DeviceStep
 
 
@@ -165,37 +165,34 @@ def devices_of(trace: Trace) -> list[Trace]:
 
 def analyze_device(trace: Trace) -> Analysis:
     """Return the analysis of a trace of one device."""
-    by_kind: dict[str, list[DeviceEvent]] = defaultdict(list)
-    for event in trace.device_events:
-        by_kind[event.kind].append(event)
-    kernels, comm = (union(intervals_of(by_kind[kind])) for kind in ("compute", "comm"))
-    copies = [event for event in by_kind["comm"] if category_of(event) == COPY_ENGINE]
-    divided = tuple(account(trace))
+    events, divided = trace.device_events, tuple(account(trace))
+    transfers = [event for event in events if event.kind == "comm"]
+    copies = [event for event in transfers if category_of(event) == COPY_ENGINE]
+    kernels = union(intervals_of(event for event in events if event.kind == "compute"))
+    comm, copied = (union(intervals_of(some)) for some in (transfers, copies))
     return Analysis(
-        device=trace.device_events[0].device, account=divided, comm_us=union_length(comm),
-        hidden_kernels_us=union_length(intersection(comm, kernels)),
-        copy_engine_us=union_length(union(intervals_of(copies))),
-        num_comm=len(by_kind["comm"]), num_sms=trace.num_sms or None, gpu=trace.gpu,
-        num_events=len(trace.device_events),
-        comm_blocks=max((event.blocks for event in by_kind["comm"]), default=0) or None,
+        device=events[0].device, account=divided, comm_us=union_length(comm),
+        hidden_kernels_us=union_length(intersection(comm, kernels)), copy_engine_us=union_length(copied),
+        num_comm=len(transfers), num_sms=trace.num_sms or None, gpu=trace.gpu, num_events=len(events),
+        comm_blocks=max((event.blocks for event in transfers), default=0) or None,
         phases=_phases(trace, spans_of(divided, TRANSFER)),
     )  # fmt: skip
 
 
 def _phases(trace: Trace, exposed: Intervals) -> tuple[Phase, ...]:
-    launched: dict[str, dict[str, list[DeviceEvent]]] = defaultdict(lambda: defaultdict(list))
-    owners: dict[str, set[HostEvent]] = defaultdict(set)
+    by_name: dict[str, list[DeviceEvent]] = defaultdict(list)
     for event in trace.device_events:
-        launched[event.phase][event.kind].append(event)
-        if event.owner:
-            owners[event.owner.name].add(event.owner)
+        by_name[event.phase].append(event)
     found = []
     waits = {wait._replace(name=without_wait(wait.name)) for wait in trace.waits}
-    starts = {name: min((owner.start for owner in owners[name]), default=inf) for name in launched if name}
+    starts = {name: min((e.owner.start for e in own if e.owner), default=inf) for name, own in by_name.items() if name}
     for name in sorted(starts, key=lambda name: starts[name]):
-        own = launched[name]
-        comm_exposed = union_length(intersection(union(intervals_of(own["comm"])), exposed))
-        compute, comm, copies = (sum(one.end - one.start for one in own[kind]) for kind in ("compute", "comm", "copy"))
-        times = len(owners[name] - waits) if owners[name] else len(own["comm"])
+        own = by_name[name]
+        transfers, owners = [one for one in own if one.kind == "comm"], {one.owner for one in own if one.owner}
+        compute, comm, copies = (
+            sum(one.end - one.start for one in own if one.kind == kind) for kind in ("compute", "comm", "copy")
+        )
+        comm_exposed = union_length(intersection(union(intervals_of(transfers)), exposed))
+        times = len(owners - waits) if owners else len(transfers)
         found.append(Phase(name, max(times, 1), compute, comm, copies, comm_exposed))
     return tuple(found)
