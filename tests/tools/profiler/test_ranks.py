@@ -72,9 +72,7 @@ def recorded(program, ranks, numbered=True):
 
 def collectives_of(recording) -> dict[int, list]:
     """For each rank, its collectives and when they started and ended."""
-    return {
-        rank: [span for span in one.device if isinstance(span.op, Collective)] for rank, one in recording.ranks.items()
-    }
+    return {rank: [span for span in one.device if isinstance(span.op, Collective)] for rank, one in recording.items()}
 
 
 def true_waits(recording):
@@ -115,7 +113,7 @@ def test_waits_are_in_the_account_with_the_rank_that_was_late(program, world, nu
     """On one host and on one each, whose clocks are seconds apart. The first and the last rank share no group."""
     recording = recorded(program, range(world), numbered)
     files, waits = analyze_files(write_traces(recording, tmp_path, offset)), true_waits(recording)
-    first = [min(span.start for span in recording.ranks[rank].device) for rank in range(world)]
+    first = [min(span.start for span in recording[rank].device) for rank in range(world)]
     for rank, (device, shift) in enumerate(zip(files.devices, files.comparison.shifts_us, strict=True)):
         assert shift == pytest.approx(first[rank] - first[0], abs=1e-2)
         assert device.analysis.time_of(WAITING) == pytest.approx(waits[rank], abs=0.05)
