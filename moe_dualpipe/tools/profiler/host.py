@@ -64,15 +64,16 @@ def _host_as_device(trace: Trace, names: Names) -> Trace:
     edges = _edges_of_threads([*trace.operators, *annotations], transfers)
     operators = [*trace.operators, *_blocking(transfers, calls, edges)]
     waits = [event for events in (annotations, operators) for event in events if _waits(event.name)]
+    parts = [event for event in annotations if letter_of(event.name) or _waits(event.name)]
+    # a thread of the backend only packs and unpacks
+    packing = [
+        transfer._replace(name=LINK_WAIT)
+        for transfer, call in zip(transfers, calls, strict=True) if transfer.thread != call.thread
+    ]  # fmt: skip
     threads: dict[tuple[str, str], list[tuple[HostEvent, bool]]] = defaultdict(list)
-    for event in operators:
-        threads[event.thread].append((event, True))
-    for event in annotations:
-        if letter_of(event.name) or _waits(event.name):
-            threads[event.thread].append((event, False))
-    for event, call in zip(transfers, calls, strict=True):
-        if event.thread != call.thread:  # a thread of the backend, which only packs and unpacks
-            threads[event.thread].append((event._replace(name=LINK_WAIT), True))
+    for events, are_operators in ((operators, True), (parts, False), (packing, True)):
+        for event in events:
+            threads[event.thread].append((event, are_operators))
 
     device_events: list[DeviceEvent] = []
     launches: dict[int, HostEvent] = {}
