@@ -215,13 +215,17 @@ class Trace:
 
 def innermost(events: Iterable[HostEvent], launches: Iterable[tuple[float, int]]) -> dict[int, HostEvent]:
     """Return, of the events around each launch, the one that started last. A launch is a time and a correlation id."""
+    in_order = sorted(launches)
+    around = running_at(events, (time for time, _ in in_order))
+    return {number: inside[-1] for (_, number), inside in zip(in_order, around, strict=True) if inside}
+
+
+def running_at(events: Iterable[HostEvent], times: Iterable[float]) -> Iterator[list[HostEvent]]:
+    """Yield the events around each of the times, which are sorted. The last one started last, and is the shortest."""
     later = deque(sorted(events, key=lambda event: (event.start, -event.end)))
     around: list[HostEvent] = []
-    found: dict[int, HostEvent] = {}
-    for time, correlation in sorted(launches):
+    for time in times:
         while later and later[0].start <= time:
             around.append(later.popleft())
         around = [event for event in around if event.end > time]
-        if around:
-            found[correlation] = around[-1]
-    return found
+        yield around
