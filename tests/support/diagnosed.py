@@ -9,6 +9,7 @@ from moe_dualpipe.tools.profiler.doctor.device import Device
 from moe_dualpipe.tools.profiler.doctor.replay import Change, replay
 from moe_dualpipe.tools.profiler.doctor.verdict import Verdict
 from moe_dualpipe.tools.profiler.files import TraceFiles, analyze_files
+from moe_dualpipe.tools.profiler.host import as_device
 
 from .faults import Fault, Job, Recording, run, write_traces
 
@@ -32,7 +33,7 @@ def verdicts_of(job: Job, folder: Path) -> Ranked:
 
 def case_of(path: Path) -> Device:
     """The case of the first device of a trace."""
-    return Device(read_trace(path), NAMES)
+    return Device(as_device(read_trace(path), NAMES))
 
 
 def gain_of(case: Device, *changes: Change) -> float:
@@ -76,9 +77,9 @@ def outcomes(faulty: Job, mended: Sequence[tuple[Fault, Recording]], folder: Pat
     left = max(sum(t.us for t in one.analysis.unexplained) / one.analysis.window_us for one in files.devices)
     every = []
     for fault, after in mended:
-        true = {rank: one.window_us - after.ranks[rank].window_us for rank, one in before.ranks.items()}
+        true = {rank: one.window_us - after[rank].window_us for rank, one in before.items()}
         costly = max(true, key=lambda rank: true[rank])
         rank, verdict = next(((rank, v) for rank, v in found if v.kind == fault.kind), (costly, None))
         gain, kinds = true[rank] if fault.mended else None, {verdict.kind for _, verdict in found}
-        every.append(Outcome(fault, kinds, before.ranks[rank].window_us, verdict, gain, left))
+        every.append(Outcome(fault, kinds, before[rank].window_us, verdict, gain, left))
     return every

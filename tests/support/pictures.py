@@ -2,7 +2,8 @@
 
 from moe_dualpipe.tools.profiler.account import account
 from moe_dualpipe.tools.profiler.communication import NAMES
-from moe_dualpipe.tools.profiler.pictures.picture import Picture, work_of
+from moe_dualpipe.tools.profiler.host import as_device
+from moe_dualpipe.tools.profiler.pictures.picture import Picture
 from moe_dualpipe.tools.profiler.trace import DeviceEvent, HostEvent, Trace
 
 HOST = "9", "1"
@@ -21,4 +22,5 @@ def picture(*works, shift=0.0, title="title"):
         elif phase:
             trace.annotations.append(HostEvent(phase, 10 * number, 10 * number + 9, HOST))
         before = phase
-    return Picture(title, work_of(trace, NAMES), shift, account(trace))
+    trace = as_device(trace, NAMES)
+    return Picture(title, sorted(trace.device_events, key=lambda event: event.start), shift, account(trace))

@@ -24,9 +24,7 @@ import numpy as np
 
 from ...overlap.labels import OPTIMIZER as OPTIMIZER_PART
 from .categories import category_of, short_name
-from .communication import NAMES, Names
 from .intervals import Intervals, as_intervals, difference, intervals_of, union
-from .phases import Phases
 from .trace import WAITS, DeviceEvent, Trace
 
 COMPUTATION, SLOWED, COPY = "computation", "slowed computation", "copies"
@@ -89,23 +87,22 @@ def _owners(spans: Iterable[tuple[float, float, int]], times: np.ndarray) -> np.
     return np.where(times < end[found], owner[found], -1).astype(np.int64)
 
 
-def account(trace: Trace, names: Names = NAMES, phases: Phases | None = None) -> list[Entry]:
+def account(trace: Trace) -> list[Entry]:
     """Return the entries of one device, sorted and without gaps from its first to its last event.
 
-    trace: from `host_as_device`, with the events of this device only.
+    trace: from `as_device`, with the events of this device only.
     """
     events = sorted((e for e in trace.device_events if e.end > e.start), key=lambda event: event.start)
     if not events:
         return []
     start, end = events[0].start, max(event.end for event in events)
-    phases = phases or Phases(trace, names)
     computing, copies, transfers = (
-        [event for event in events if names.kind_of(event) == kind] for kind in ("compute", "copy", "comm")
+        [event for event in events if event.kind == kind] for kind in ("compute", "copy", "comm")
     )
     layers = [
-        [(event.start, event.end, (COMPUTATION, _computation(event, phases))) for event in computing],
+        [(event.start, event.end, (COMPUTATION, _computation(event))) for event in computing],
         [(event.start, event.end, (COPY, copy_name(event))) for event in copies],
-        [(event.start, event.end, (TRANSFER, folded(phases.name_of(event)))) for event in transfers],
+        [(event.start, event.end, (TRANSFER, folded(event.place))) for event in transfers],
         *_idle(trace, events, start, end),
     ]
     edges = np.unique([start, end, *(edge for spans in layers for one in spans for edge in one[:2])])
@@ -118,13 +115,13 @@ def account(trace: Trace, names: Names = NAMES, phases: Phases | None = None) ->
         owner = np.where(found >= 0, found, owner)
     first = np.flatnonzero(np.diff(owner, prepend=-1))
     pieces = zip(edges[first].tolist(), [*edges[first[1:]].tolist(), end], owner[first].tolist(), strict=True)
-    return list(_named(pieces, [*keys], computing, phases))
+    return list(_named(pieces, [*keys], computing))
 
 
-def _computation(event: DeviceEvent, phases: Phases) -> str:
+def _computation(event: DeviceEvent) -> str:
     """The detail of a kernel: its category, and the part of the program that launched it."""
-    place = f" in {folded(phases.phase_of(event))}" if phases.is_named(event) else ""
-    return f"{category_of(event, 'compute')}{place}"
+    place = f" in {folded(event.phase)}" if event.is_named else ""
+    return f"{category_of(event)}{place}"
 
 
 Spans = list[tuple[float, float, Key]]
@@ -161,7 +158,7 @@ def host_spans(trace: Trace) -> dict[str, Spans]:
 
 
 def _named(
-    pieces: Iterable[tuple[float, float, int]], keys: Sequence[Key], computing: Sequence[DeviceEvent], phases: Phases
+    pieces: Iterable[tuple[float, float, int]], keys: Sequence[Key], computing: Sequence[DeviceEvent]
 ) -> Iterator[Entry]:
     """Yield the entries of pieces. The detail of a transfer and of idle time also names what is computed next."""
     starts = [event.start for event in computing]
@@ -173,7 +170,7 @@ def _named(
             while at < len(starts) and starts[at] < end:
                 at += 1
             key = at, detail
-            following = known.get(key) or known.setdefault(key, _next(phases, computing[at : at + _NEARBY], detail))
+            following = known.get(key) or known.setdefault(key, _next(computing[at : at + _NEARBY], detail))
             detail = f"{detail} before {following}".strip()
         yield Entry(start, end, kind, detail)
 
@@ -183,9 +180,9 @@ def without_next(detail: str) -> str:
     return detail.partition("before ")[0].strip()
 
 
-def _next(phases: Phases, events: Sequence[DeviceEvent], during: str) -> str:
+def _next(events: Sequence[DeviceEvent], during: str) -> str:
     """The name of the phase that computes next. Kernels of `during`, the transfer itself, only unpack rows."""
-    named = (folded(phases.name_of(event)) for event in events if phases.is_named(event))
+    named = (folded(event.place) for event in events if event.is_named)
     return next((name for name in named if name != during), short_name(events[0].name) if events else "the end")
 
 

@@ -8,7 +8,6 @@ hidden nor exposed. All other times are sums of the account (account.py).
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
@@ -31,10 +30,9 @@ from .account import (
 from .categories import COPY_ENGINE, category_of
 from .communication import NAMES, Names
 from .doctor.verdict import Verdict
-from .host import host_as_device
+from .host import as_device
 from .intervals import Intervals, intersection, intervals_of, union, union_length
-from .phases import Phases
-from .trace import DeviceEvent, HostEvent, Trace
+from .trace import DeviceEvent, Trace
 from .windows import DeviceStep
 
 
@@ -154,46 +152,47 @@ COMPUTED = (
 
 def analyze(trace: Trace, names: Names = NAMES) -> tuple[Analysis, ...]:
     """Return an analysis of each device with events, sorted by name."""
-    trace = host_as_device(trace, names)
-    phases, devices = Phases(trace, names), sorted({event.device for event in trace.device_events})
-    return tuple(_analyze(device, trace, names, phases) for device in devices)
+    return tuple(map(analyze_device, devices_of(as_device(trace, names))))
 
 
-def _analyze(device: str, trace: Trace, names: Names, phases: Phases) -> Analysis:
-    events, by_kind = [event for event in trace.device_events if event.device == device], defaultdict(list)
-    for event in events:
-        by_kind[names.kind_of(event)].append(event)
-    kernels, comm = (union(intervals_of(by_kind[kind])) for kind in ("compute", "comm"))
-    copies = [event for event in by_kind["comm"] if category_of(event, "comm") == COPY_ENGINE]
-    divided = tuple(account(replace(trace, device_events=events), names, phases))
+def devices_of(trace: Trace) -> list[Trace]:
+    """The trace of each device with events, sorted by name. `trace` comes from `as_device`."""
+    by_device: dict[str, list[DeviceEvent]] = defaultdict(list)
+    for event in trace.device_events:
+        by_device[event.device].append(event)
+    return [replace(trace, device_events=by_device[device]) for device in sorted(by_device)]
+
+
+def analyze_device(trace: Trace) -> Analysis:
+    """Return the analysis of a trace of one device."""
+    events, divided = trace.device_events, tuple(account(trace))
+    transfers = [event for event in events if event.kind == "comm"]
+    copies = [event for event in transfers if category_of(event) == COPY_ENGINE]
+    kernels = union(intervals_of(event for event in events if event.kind == "compute"))
+    comm, copied = (union(intervals_of(some)) for some in (transfers, copies))
     return Analysis(
-        device=device, account=divided, comm_us=union_length(comm),
-        hidden_kernels_us=union_length(intersection(comm, kernels)),
-        copy_engine_us=union_length(union(intervals_of(copies))),
-        num_comm=len(by_kind["comm"]), num_sms=trace.num_sms or None, gpu=trace.gpu,
-        num_events=len(events),
-        comm_blocks=max((event.blocks for event in by_kind["comm"]), default=0) or None,
-        phases=_phases(by_kind, trace, phases, spans_of(divided, TRANSFER)),
+        device=events[0].device, account=divided, comm_us=union_length(comm),
+        hidden_kernels_us=union_length(intersection(comm, kernels)), copy_engine_us=union_length(copied),
+        num_comm=len(transfers), num_sms=trace.num_sms or None, gpu=trace.gpu, num_events=len(events),
+        comm_blocks=max((event.blocks for event in transfers), default=0) or None,
+        phases=_phases(trace, spans_of(divided, TRANSFER)),
     )  # fmt: skip
 
 
-def _phases(
-    by_kind: Mapping[str, Sequence[DeviceEvent]], trace: Trace, phases: Phases, exposed: Intervals
-) -> tuple[Phase, ...]:
-    launched: dict[str, dict[str, list[DeviceEvent]]] = defaultdict(lambda: defaultdict(list))
-    owners: dict[str, set[HostEvent]] = defaultdict(set)
-    for kind, events in by_kind.items():
-        for event in events:
-            launched[phases.phase_of(event)][kind].append(event)
-            if owner := phases.owner_of(event):
-                owners[owner.name].add(owner)
+def _phases(trace: Trace, exposed: Intervals) -> tuple[Phase, ...]:
+    by_name: dict[str, list[DeviceEvent]] = defaultdict(list)
+    for event in trace.device_events:
+        by_name[event.phase].append(event)
     found = []
     waits = {wait._replace(name=without_wait(wait.name)) for wait in trace.waits}
-    starts = {name: min((owner.start for owner in owners[name]), default=inf) for name in launched if name}
+    starts = {name: min((e.owner.start for e in own if e.owner), default=inf) for name, own in by_name.items() if name}
     for name in sorted(starts, key=lambda name: starts[name]):
-        own = launched[name]
-        comm_exposed = union_length(intersection(union(intervals_of(own["comm"])), exposed))
-        compute, comm, copies = (sum(one.end - one.start for one in own[kind]) for kind in ("compute", "comm", "copy"))
-        times = len(owners[name] - waits) if owners[name] else len(own["comm"])
+        own = by_name[name]
+        transfers, owners = [one for one in own if one.kind == "comm"], {one.owner for one in own if one.owner}
+        compute, comm, copies = (
+            sum(one.end - one.start for one in own if one.kind == kind) for kind in ("compute", "comm", "copy")
+        )
+        comm_exposed = union_length(intersection(union(intervals_of(transfers)), exposed))
+        times = len(owners - waits) if owners else len(transfers)
         found.append(Phase(name, max(times, 1), compute, comm, copies, comm_exposed))
     return tuple(found)

@@ -182,11 +182,11 @@ _AUTOGRAD = "autograd::engine::evaluate_function: "
 _LONGEST = 4000  # longer names are cut: they need not be parsed
 
 
-def category_of(event: DeviceEvent, kind: str) -> str:
-    """The category of a device event, which is "compute", "comm" or "copy": one of CATEGORIES."""
-    if kind == "comm":
+def category_of(event: DeviceEvent) -> str:
+    """The category of a device event: one of CATEGORIES."""
+    if event.kind == "comm":
         return COPY_ENGINE if event.category in ("gpu_memcpy", PEER_COPY) else COMMUNICATION
-    return COPY if kind == "copy" else category_of_kernel(event.name)
+    return COPY if event.kind == "copy" else category_of_kernel(event.name)
 
 
 @lru_cache(maxsize=1 << 16)

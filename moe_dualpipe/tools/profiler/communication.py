@@ -11,12 +11,10 @@ The names also tell the kind of a collective, such as "all_reduce".
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ...messages import quoted
-from .trace import PEER_COPY, Collective, DeviceEvent
-
-Kind = Literal["compute", "comm", "copy"]
+from .trace import PEER_COPY, DeviceEvent, Kind
 
 
 class Library(NamedTuple):
@@ -220,8 +218,3 @@ def _kind_of_name(name: str) -> str:
 def _known_kind(name: str) -> str:
     letters = re.sub("[^a-z]", "", name.lower())
     return next((kind for kind in _COLLECTIVES if kind.replace("_", "") in letters), "")
-
-
-def group_name(collective: Collective) -> str:
-    """The description of the group; without one, its name in PyTorch, which can be a number."""
-    return collective.group if collective.description in ("", "undefined") else collective.description

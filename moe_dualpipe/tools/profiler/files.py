@@ -9,12 +9,12 @@ from typing import Any
 
 from ...messages import plural, printable
 from .account import TRANSFER, relabeled
-from .analyze import Analysis, analyze
+from .analyze import Analysis, analyze_device, devices_of
 from .categories import may_communicate, short_name
 from .communication import NAMES, Names
 from .doctor.diagnose import diagnose
-from .host import host_as_device
-from .pictures.picture import Picture, Work, work_of
+from .host import as_device
+from .pictures.picture import Picture
 from .ranks import RankComparison, compare_traces, waits_for_ranks
 from .reading import read_traces
 from .report import analysis_text, compare_ranks, verdicts_text
@@ -31,7 +31,6 @@ class TracedDevice:
     path: Path
     trace: Trace
     """What is analyzed: the events of this device, without other steps. Without causes, no events are kept."""
-    names: Names
     analysis: Analysis
     remarks: Sequence[str]
     """Sentences about damage in the file, and about kernels that may communicate."""
@@ -43,14 +42,11 @@ class TracedDevice:
         label = printable(self.trace.label, 60)
         return ", ".join(filter(None, [label, self.analysis.name]))
 
-    def work(self) -> tuple[Work, ...]:
-        """The events that pictures show."""
-        return work_of(self.trace, self.names)
-
     def picture(self, title: str, starts_at: float = 0.0) -> Picture:
         """The picture of this device. `starts_at` is the place of its first event on the time axis."""
         found, shift = self.analysis, starts_at - self.trace.start_us
-        return Picture(title + found.hidden_sentence, self.work(), shift, found.account, found.verdicts)
+        events = sorted(self.trace.device_events, key=lambda event: event.start)
+        return Picture(title + found.hidden_sentence, events, shift, found.account, found.verdicts)
 
 
 @dataclass(frozen=True)
@@ -120,12 +116,12 @@ def analyze_files(
         return TraceFiles(devices, compare_traces([]))
     if all(device.trace.rank is not None for device in devices):
         devices.sort(key=lambda device: device.trace.rank or 0)
-    found = TraceFiles(devices, compare_traces([device.trace for device in devices], names))
+    found = TraceFiles(devices, compare_traces([device.trace for device in devices]))
     analyses = [
         replace(device.analysis, account=tuple(relabeled(device.analysis.account, waits, [TRANSFER])))
         for device, waits in zip(devices, waits_for_ranks(found.comparison, found.names), strict=True)
     ]
-    complete = diagnose([device.trace for device in devices], names, analyses, found.names, found.comparison)
+    complete = diagnose([device.trace for device in devices], analyses, found.names, found.comparison)
     return replace(
         found, devices=[replace(device, analysis=one) for device, one in zip(devices, complete, strict=True)]
     )
@@ -134,15 +130,15 @@ def analyze_files(
 def _devices(path: Path, trace: Trace, names: Names, steps: Choice, causes: bool) -> list[TracedDevice]:
     """The devices of a trace that was read from `path`. Raises TraceError if nothing on them takes time."""
     _refuse_launches_alone(path, trace)
-    trace, found = host_as_device(trace, names), []
-    for device in sorted({event.device for event in trace.device_events}):
-        window = window_of(trace, device, steps, names)
-        (analysis,) = analyze(window.trace, names)
+    found = []
+    for device in devices_of(as_device(trace, names)):
+        window = window_of(device, steps)
+        analysis = analyze_device(window.trace)
         if analysis.window_us:
             analysis = replace(analysis, steps=tuple(window.steps))
             kept = window.trace if causes else Trace(rank=trace.rank, label=trace.label)
             remarks = _remarks(window.trace, names)
-            found.append(TracedDevice(path, kept, names, analysis, remarks, window.left_out))
+            found.append(TracedDevice(path, kept, analysis, remarks, window.left_out))
     if not found:
         raise TraceError(
             f"{path}: there is no kernel on a device, and no operator on a CPU, in {plural(trace.num_events, 'event')}"

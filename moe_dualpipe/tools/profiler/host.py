@@ -18,7 +18,7 @@ Nested operators become one event with the name of the outermost operator inside
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -26,7 +26,8 @@ from math import inf
 
 from ...overlap.labels import LINK_TRANSFER, LINK_WAIT, OWN_TRANSFERS, is_wait, letter_of, without_group, without_wait
 from .communication import Names
-from .trace import WAKE_UP, Collective, DeviceEvent, HostEvent, Trace
+from .phases import named
+from .trace import WAKE_UP, Collective, DeviceEvent, HostEvent, Trace, running_at
 
 _CALLS = re.compile(rf"c10d::|_?c10d_functional::|{OWN_TRANSFERS}::")
 _LAUNCHES = re.compile(rf"(?:c10d|{OWN_TRANSFERS})::(\w+)")
@@ -39,7 +40,13 @@ _WAKE_UP_SHARE = 0.25
 """A blocked thread goes on within WAKE_UP after the transfer, or within this share of a longer wait."""
 
 
-def host_as_device(trace: Trace, names: Names) -> Trace:
+def as_device(trace: Trace, names: Names) -> Trace:
+    """The trace with its device events named: their kinds, and what launched them. Without any, the CPU is a device."""
+    trace = _host_as_device(trace, names)
+    return replace(trace, device_events=named(trace, names))
+
+
+def _host_as_device(trace: Trace, names: Names) -> Trace:
     """Return a trace whose device is "cpu" if `trace` has no device events, otherwise `trace` itself.
 
     Annotations with the name of a transfer, according to `names`, become transfers.
@@ -57,15 +64,16 @@ def host_as_device(trace: Trace, names: Names) -> Trace:
     edges = _edges_of_threads([*trace.operators, *annotations], transfers)
     operators = [*trace.operators, *_blocking(transfers, calls, edges)]
     waits = [event for events in (annotations, operators) for event in events if _waits(event.name)]
-    threads: dict[tuple[str, str], list[tuple[HostEvent, bool]]] = defaultdict(list)
-    for event in operators:
-        threads[event.thread].append((event, True))
-    for event in annotations:
-        if letter_of(event.name) or _waits(event.name):
-            threads[event.thread].append((event, False))
-    for event, call in zip(transfers, calls, strict=True):
-        if event.thread != call.thread:  # a thread of the backend, which only packs and unpacks
-            threads[event.thread].append((event._replace(name=LINK_WAIT), True))
+    parts = [event for event in annotations if letter_of(event.name) or _waits(event.name)]
+    # a thread of the backend only packs and unpacks
+    packing = [
+        transfer._replace(name=LINK_WAIT)
+        for transfer, call in zip(transfers, calls, strict=True) if transfer.thread != call.thread
+    ]  # fmt: skip
+    threads: dict[tuple[str, str], tuple[list[HostEvent], list[HostEvent]]] = defaultdict(lambda: ([], []))
+    for events, place in ((operators, 0), (parts, 1), (packing, 0)):
+        for event in events:
+            threads[event.thread][place].append(event)
 
     device_events: list[DeviceEvent] = []
     launches: dict[int, HostEvent] = {}
@@ -76,7 +84,7 @@ def host_as_device(trace: Trace, names: Names) -> Trace:
         device_events.append(DeviceEvent(event.name, category, event.start, event.end, *place))
 
     for events in threads.values():
-        for piece in _pieces(events):
+        for piece in _pieces(*events):
             add(piece, "operator", piece)
     free: dict[tuple[str, str], float] = {}
     for transfer, launch, group in zip(transfers, calls, groups, strict=True):
@@ -98,35 +106,31 @@ def _waits(name: str) -> bool:
     return is_wait(name) or _CALLS.match(name) is not None
 
 
-def _pieces(events: Iterable[tuple[HostEvent, bool]]) -> list[HostEvent]:
+def _pieces(operators: Sequence[HostEvent], parts: Sequence[HostEvent]) -> list[HostEvent]:
     """Cut nested events of one thread into pieces that do not overlap, sorted by time.
 
-    events: pairs of an event and whether it is an operator. A moment belongs to the event that started last.
+    parts: annotations. A moment belongs to the event that started last.
     """
-    later = deque(sorted(events, key=lambda item: (item[0].start, -item[0].end)))
-    edges = sorted({edge for event, _ in later for edge in (event.start, event.end)})
+    events, of_operators = [*operators, *parts], {*operators}
+    edges = sorted({edge for event in events for edge in (event.start, event.end)})
     pieces: list[HostEvent] = []
-    running: list[tuple[HostEvent, bool]] = []
     before: HostEvent | None = None
-    for start, end in pairwise(edges):
-        while later and later[0][0].start <= start:
-            running.append(later.popleft())
-        running = [item for item in running if item[0].end > start]
-        owner = _computing(running)
+    for (start, end), running in zip(pairwise(edges), running_at(events, edges), strict=False):
+        owner = _computing(running, of_operators)
         if owner is not None and owner is before:
             pieces[-1] = pieces[-1]._replace(end=end)
         elif owner is not None:
-            is_operator = (owner, True) in running
-            pieces.append(HostEvent(owner.name if is_operator else "Python", start, end, owner.thread))
+            pieces.append(HostEvent(owner.name if owner in of_operators else "Python", start, end, owner.thread))
         before = owner
     return pieces
 
 
-def _computing(running: Iterable[tuple[HostEvent, bool]]) -> HostEvent | None:
+def _computing(running: Iterable[HostEvent], operators: Collection[HostEvent]) -> HostEvent | None:
     """The event that computes, of nested events from the outermost on: an operator, or an annotation around Python."""
     found: HostEvent | None = None
     in_operator = False
-    for event, operator in running:
+    for event in running:
+        operator = event in operators
         if _waits(event.name):
             if operator:
                 return None  # nothing computes in a call of a backend

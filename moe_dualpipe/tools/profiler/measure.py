@@ -32,14 +32,12 @@ from ...overlap.pair_time import Await, Begin, Computation, Event, least_time
 from ..drawing.tables import markdown
 from .analyze import Analysis
 from .capture import capture, synchronize
-from .communication import NAMES
 from .files import TraceFiles, analyze_files
 from .intervals import intersection, intervals_of, length_before, union, union_length
 from .pair import Pair, PairWorkload
-from .phases import Phases
-from .pictures.picture import Picture, Work
+from .pictures.picture import Picture
 from .report import account_rows, percent, phase_rows
-from .trace import Trace
+from .trace import DeviceEvent, Trace
 
 COMM_SHARE = 0.5
 """With a CPU's default link, communication takes this share of the computation time. Nearly all of it can be hidden,
@@ -119,16 +117,13 @@ class Measurement:
         phase = max(device.analysis.phases, key=lambda phase: phase.exposed_comm_us, default=None)
         if phase is None or phase.exposed_comm_us < 0.01 * device.analysis.comm_us:
             return ""
-        work = device.work()
-        sent = union(intervals_of(one.event for one in work if one.kind == "comm" and one.phase == phase.name))
-        beside: dict[str, list[Work]] = defaultdict(list)
-        for one in work:
-            if one.kind == "compute" and letter_of(one.phase):
-                beside[one.phase].append(one)
-        us = {
-            name: union_length(intersection(sent, union(intervals_of(one.event for one in works))))
-            for name, works in beside.items()
-        }
+        events = device.trace.device_events
+        sent = union(intervals_of(one for one in events if one.kind == "comm" and one.part == phase.name))
+        beside: dict[str, list[DeviceEvent]] = defaultdict(list)
+        for one in events:
+            if one.kind == "compute" and letter_of(one.part):
+                beside[one.part].append(one)
+        us = {name: union_length(intersection(sent, union(intervals_of(own)))) for name, own in beside.items()}
         names = sorted((name for name in us if us[name] >= 0.1 * sum(us.values())), key=lambda name: -us[name])
         each, whole = phase.exposed_comm_us / len(sent), union_length(sent) / len(sent)
         return (
@@ -233,20 +228,19 @@ def possible_share(events: Sequence[Event]) -> float | None:
 def recorded_events(trace: Trace) -> list[Event]:
     """The computations, transfers and waits of a recorded pair, in microseconds; empty if the device is not a CPU.
 
-    trace: from `host_as_device`. If two transfers overlap in time, the one that ends later counts from the end of the
+    trace: from `as_device`. If two transfers overlap in time, the one that ends later counts from the end of the
     other one.
     """
     if any(event.device != "cpu" for event in trace.device_events):
         return []
-    phases = Phases(trace, NAMES)
-    comm = sorted((e for e in trace.device_events if NAMES.kind_of(e) == "comm"), key=lambda event: event.end)
-    computing = union(intervals_of(event for event in trace.device_events if NAMES.kind_of(event) == "compute"))
+    comm = sorted((e for e in trace.device_events if e.kind == "comm"), key=lambda event: event.end)
+    computing = union(intervals_of(event for event in trace.device_events if event.kind == "compute"))
     marks: list[tuple[float, Event]] = [
         (one.start, Await(without_wait(one.name))) for one in trace.waits if is_wait(one.name)
     ]
     reached = 0.0
     for transfer in comm:
-        name, launch = phases.name_of(transfer), trace.launch_of(transfer) or transfer
+        name, launch = transfer.place, trace.launch_of(transfer) or transfer
         time = max(transfer.end - max(transfer.start, reached), 0.0)
         marks.append((launch.start, Begin(without_wait(SIZES_WAIT) if name.startswith(PREPARE) else name, time)))
         reached = max(reached, transfer.end)

@@ -8,10 +8,10 @@ recorded, such as "all_to_allv in ep".
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ...overlap.labels import letter_of
-from .communication import NAMES, Names, group_name
+from .communication import Names
 from .trace import DeviceEvent, HostEvent, Trace, innermost
 from .windows import is_step
 
@@ -25,57 +25,27 @@ _WRAPPERS = re.compile(
 _INSTANCE = re.compile(r"_\d+$")
 
 
-class Phases:
-    """The parts of the program that launched the device events of `trace`, which may come from `host_as_device`."""
+def named(trace: Trace, names: Names) -> list[DeviceEvent]:
+    """The device events with their kinds, and the parts of the program that launched them."""
+    broad = _broad_annotations(trace)
+    owners = _owners(trace, broad)
+    found = []
+    for event in trace.device_events:
+        owner = None if event.correlation is None else owners.get(event.correlation)
+        is_named = owner is not None and owner.name not in broad
+        found.append(event._replace(kind=names.kind_of(event), owner=owner, is_named=is_named))
+    return found
 
-    def __init__(self, trace: Trace, names: Names = NAMES):
-        self._names = names
-        self._broad = _broad_annotations(trace)
-        self._modules = _named_modules(trace.modules)
-        self._owners = self._find_owners(trace)
 
-    def owner_of(self, event: DeviceEvent) -> HostEvent | None:
-        """The annotation or module that launched `event`; None if unknown."""
-        return None if event.correlation is None else self._owners.get(event.correlation)
-
-    def phase_of(self, event: DeviceEvent) -> str:
-        """The name of the annotation or module that launched `event`; without one, the name of the transfer, or ""."""
-        owner = self.owner_of(event)
-        return owner.name if owner else self._transfer_name(event)[0]
-
-    def name_of(self, event: DeviceEvent) -> str:
-        """The most telling name of `event`: of its transfer, of its phase unless that is broad, or of the kernel."""
-        owner = self.owner_of(event)
-        place = owner.name if owner and owner.name not in self._broad else ""
-        if letter_of(place):
-            return place
-        transfer, group = self._transfer_name(event)
-        if transfer:
-            place = group or place
-            return f"{transfer} in {place}" if place else transfer
-        return place or event.name
-
-    def is_named(self, event: DeviceEvent) -> bool:
-        """Whether a part of the program that is not broad launched `event`."""
-        owner = self.owner_of(event)
-        return owner is not None and owner.name not in self._broad
-
-    def _transfer_name(self, event: DeviceEvent) -> tuple[str, str]:
-        """The recorded name of a transfer and its group; "" for other work, and if none was recorded."""
-        if self._names.kind_of(event) != "comm":
-            return "", ""
-        if (collective := event.collective) is not None:
-            return collective.name, group_name(collective)
-        return (event.name, "") if event.category == "transfer" else ("", "")
-
-    def _find_owners(self, trace: Trace) -> dict[int, HostEvent]:
-        narrow = [event for event in trace.annotations if event.name not in self._broad]
-        broad = [event for event in trace.annotations if event.name in self._broad]
-        on_thread = trace.innermost_on_thread
-        own = on_thread(broad) | on_thread(self._modules) | on_thread(narrow)
-        # autograd's thread has no annotations, and the thread that called it waits inside one
-        others = [(launch.start, key) for key, launch in trace.launches_of_work() if key not in own]
-        return innermost(broad, others) | innermost(narrow, others) | own
+def _owners(trace: Trace, broad: Collection[str]) -> dict[int, HostEvent]:
+    """The annotation or module around each launch. broad: names of annotations."""
+    on_thread, modules = trace.innermost_on_thread, _named_modules(trace.modules)
+    narrow = [event for event in trace.annotations if event.name not in broad]
+    around = [event for event in trace.annotations if event.name in broad]
+    own = on_thread(around) | on_thread(modules) | on_thread(narrow)
+    # autograd's thread has no annotations, and the thread that called it waits inside one
+    others = [(launch.start, key) for key, launch in trace.launches_of_work() if key not in own]
+    return innermost(around, others) | innermost(narrow, others) | own
 
 
 def _broad_annotations(trace: Trace) -> set[str]:

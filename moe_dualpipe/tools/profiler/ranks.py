@@ -24,7 +24,7 @@ import numpy as np
 
 from ...messages import list_ranks, plural
 from .account import WAITING, Entry
-from .communication import NAMES, Names, group_name, kind_of_collective
+from .communication import kind_of_collective
 from .trace import DeviceEvent, Trace
 
 _POINT_TO_POINT = re.compile(r":(send|recv)|gloo:broadcast|shared:")  # NCCL's kernels do not distinguish the first two
@@ -82,12 +82,12 @@ class RankComparison:
     """Which groups could not be compared, and why, and which ranks have no trace."""
 
 
-def compare_traces(ranks: Sequence[Trace], names: Names = NAMES) -> RankComparison:
-    """Compare the ranks by process group."""
+def compare_traces(ranks: Sequence[Trace]) -> RankComparison:
+    """Compare the ranks by process group. Their traces come from `as_device`."""
     recorded: dict[RecordedGroup, dict[int, list[DeviceEvent]]] = defaultdict(dict)
     for position, rank in enumerate(ranks):
         for event in sorted(rank.device_events, key=lambda event: event.start):
-            if names.kind_of(event) == "comm" and (group := _group_of(event, rank)) is not None:
+            if event.kind == "comm" and (group := _group_of(event, rank)) is not None:
                 recorded[group].setdefault(position, []).append(event)
     meetings, problems = list[Meeting](), list[str]()
     for group, members in recorded.items():
@@ -120,12 +120,12 @@ def _group_of(event: DeviceEvent, rank: Trace) -> RecordedGroup | None:
         return None if _POINT_TO_POINT.search(event.name) else RecordedGroup()
     kind = kind_of_collective(event)
     if kind not in ("send", "recv"):
-        return RecordedGroup(found.group, group_name(found), found.ranks, None if found.ranks else found.size or None)
+        return RecordedGroup(found.group, found.group_name, found.ranks, None if found.ranks else found.size or None)
     # PyTorch records the global rank of the peer (saveNcclMeta in torch/csrc/profiler/util.cpp)
     if found.peer is None or rank.rank is None:
         return None
     peers = (rank.rank, found.peer) if kind == "send" else (found.peer, rank.rank)
-    return RecordedGroup(found.group, group_name(found), found.ranks, peers=peers)
+    return RecordedGroup(found.group, found.group_name, found.ranks, peers=peers)
 
 
 Members = Mapping[int, Sequence[DeviceEvent]]

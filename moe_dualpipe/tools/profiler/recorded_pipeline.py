@@ -19,7 +19,7 @@ from ...overlap.labels import STEP_PARTS
 from ...schedule import Action, Backward, Costs, Forward, Overlap, Schedule, Span, Timeline, simulate
 from ..drawing.tables import markdown
 from .communication import NAMES
-from .host import host_as_device
+from .host import as_device
 from .intervals import as_intervals, intervals_of, union, union_length
 from .trace import DeviceEvent, HostEvent, Trace, TraceError
 from .windows import annotated_steps
@@ -53,7 +53,7 @@ def recorded_steps(trace: Trace, actions: Sequence[Action], since_us: float = 0.
 
     since_us: the origin of the returned times, on the clock of the host: when all ranks left the same barrier.
     """
-    trace = host_as_device(trace, NAMES)
+    trace = as_device(trace, NAMES)
     texts = {str(action): action for action in actions}
     annotations = [event for event in trace.annotations if event.name in texts or event.name in STEP_PARTS]
     around = trace.innermost_around(annotations)
@@ -64,7 +64,7 @@ def recorded_steps(trace: Trace, actions: Sequence[Action], since_us: float = 0.
     steps, by = [], trace.base_us - since_us
     for number, step in annotated_steps(trace):
         inside = sorted((a for a in annotations if step.start <= a.start < step.end), key=lambda a: a.start)
-        computed = {a: [e for e in launched[a] if NAMES.kind_of(e) != "comm"] for a in inside if a.name in texts}
+        computed = {a: [e for e in launched[a] if e.kind != "comm"] for a in inside if a.name in texts}
         if [texts[annotation.name] for annotation in computed] != list(actions) or not all(computed.values()):
             raise TraceError(f"the recording of {step.name} lacks actions of the schedule")
         extents = _in_turns(map(_extent, computed.values()))

@@ -136,26 +136,25 @@ def compare(a: Sequence[Analysis], b: Sequence[Analysis], names: tuple[str, str]
 
     Times are per step if all devices have steps, otherwise of the whole recordings. The largest difference comes first.
     """
-    sides = {"a": _side(names[0], a), "b": _side(names[1], b)}
-    by_step = all(side["steps"] for side in sides.values())
-    us_a, us_b = _mean_account(a, by_step), _mean_account(b, by_step)
+    every = {"a": a, "b": b}
+    by_step = all(analysis.steps for analysis in (*a, *b))
+    us = {side: _mean_account(analyses, by_step) for side, analyses in every.items()}
     rows = []
-    for kind, detail in {**us_a, **us_b}:
-        of_a, of_b = us_a.get((kind, detail), 0.0), us_b.get((kind, detail), 0.0)
-        rows.append({"kind": kind, "detail": detail, "a_us": of_a, "b_us": of_b, "difference_us": of_b - of_a})
+    for kind, detail in us["a"] | us["b"]:
+        us_a, us_b = (times.get((kind, detail), 0.0) for times in us.values())
+        rows.append({"kind": kind, "detail": detail, "a_us": us_a, "b_us": us_b, "difference_us": us_b - us_a})
     rows.sort(key=lambda row: (-abs(row["difference_us"]), row["kind"], row["detail"]))
-    for name, side in sides.items():
-        side["step_us"] = sum(row[f"{name}_us"] for row in rows)
-    difference = sides["b"]["step_us"] - sides["a"]["step_us"]
-    return {"by_step": by_step, **sides, "difference_us": difference, "account": rows}
+    step_a, step_b = (sum(row[f"{side}_us"] for row in rows) for side in every)
+    sides = {"a": _side(names[0], a, step_a), "b": _side(names[1], b, step_b)}
+    return {"by_step": by_step, **sides, "difference_us": step_b - step_a, "account": rows}
 
 
-def _side(name: str, analyses: Sequence[Analysis]) -> dict[str, Any]:
+def _side(name: str, analyses: Sequence[Analysis], step_us: float) -> dict[str, Any]:
     """A recording. steps: the number of steps of every device, at least."""
     comm = sum(analysis.comm_us for analysis in analyses)
     hidden = sum(analysis.hidden_kernels_us for analysis in analyses) / comm if comm else None
     gpus, steps = {analysis.gpu for analysis in analyses}, min(len(analysis.steps) for analysis in analyses)
-    return {"name": name, "devices": len(analyses), "gpus": sorted(gpus - {""}), "steps": steps, "step_us": 0.0,
+    return {"name": name, "devices": len(analyses), "gpus": sorted(gpus - {""}), "steps": steps, "step_us": step_us,
             "hidden_fraction": hidden}  # fmt: skip
 
 

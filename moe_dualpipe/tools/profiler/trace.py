@@ -8,7 +8,11 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from ...overlap.labels import letter_of
+
+Kind = Literal["compute", "comm", "copy"]
 
 WAITS = re.compile(r"[Ss]ynchronize|Memcpy(?!.*Async)|^(?:ur|pi|ze)\w*(?:Finish|Wait)(?!WithBarrier)")
 """Names of calls in which the host waits for the device, of CUDA, HIP and SYCL."""
@@ -46,6 +50,20 @@ class Collective(NamedTuple):
     peer: int | None = None
     """The other rank of a point-to-point transfer."""
 
+    @property
+    def group_name(self) -> str:
+        """The description of the group; without one, its name in PyTorch, which can be a number."""
+        return self.group if self.description in ("", "undefined") else self.description
+
+
+class HostEvent(NamedTuple):
+    """An annotation, operator, transfer or launch on a thread of the host. Times in microseconds."""
+
+    name: str
+    start: float
+    end: float
+    thread: tuple[str, str]
+
 
 class DeviceEvent(NamedTuple):
     """A kernel, copy or fill on a device; on a CPU, a piece of an operator or a transfer. Times in microseconds."""
@@ -64,15 +82,43 @@ class DeviceEvent(NamedTuple):
     """Bytes that a copy or fill moves; 0 if unknown."""
     collective: Collective | None = None
     """The collective that a communication kernel belongs to, if it is recorded."""
+    kind: Kind = "compute"
+    """Like `owner` and `is_named`, filled by `as_device` (host.py)."""
+    owner: HostEvent | None = None
+    """The annotation or module that launched it; None if unknown."""
+    is_named: bool = False
+    """Whether the owner is a part of the program, and not broad (phases.py)."""
 
+    @property
+    def phase(self) -> str:
+        """The name of the owner; without one, the name of the transfer, or ""."""
+        return self.owner.name if self.owner else self._transfer[0]
 
-class HostEvent(NamedTuple):
-    """An annotation, operator, transfer or launch on a thread of the host. Times in microseconds."""
+    @property
+    def part(self) -> str:
+        """The name of the transfer and of the part of the program; "" if both are unknown."""
+        place = self.owner.name if self.owner and self.is_named else ""
+        if letter_of(place):
+            return place
+        transfer, group = self._transfer
+        if not transfer:
+            return place
+        place = group or place
+        return f"{transfer} in {place}" if place else transfer * (transfer != self.name)
 
-    name: str
-    start: float
-    end: float
-    thread: tuple[str, str]
+    @property
+    def place(self) -> str:
+        """The most telling name: of its transfer, of its owner unless that is broad, or its own."""
+        return self.part or self.name
+
+    @property
+    def _transfer(self) -> tuple[str, str]:
+        """The recorded name of a transfer and its group; "" for other work, and if none was recorded."""
+        if self.kind != "comm":
+            return "", ""
+        if self.collective is not None:
+            return self.collective.name, self.collective.group_name
+        return (self.name, "") if self.category == "transfer" else ("", "")
 
 
 @dataclass
@@ -169,13 +215,17 @@ class Trace:
 
 def innermost(events: Iterable[HostEvent], launches: Iterable[tuple[float, int]]) -> dict[int, HostEvent]:
     """Return, of the events around each launch, the one that started last. A launch is a time and a correlation id."""
+    in_order = sorted(launches)
+    around = running_at(events, (time for time, _ in in_order))
+    return {number: inside[-1] for (_, number), inside in zip(in_order, around, strict=True) if inside}
+
+
+def running_at(events: Iterable[HostEvent], times: Iterable[float]) -> Iterator[list[HostEvent]]:
+    """Yield the events around each of the times, which are sorted. The last one started last, and is the shortest."""
     later = deque(sorted(events, key=lambda event: (event.start, -event.end)))
     around: list[HostEvent] = []
-    found: dict[int, HostEvent] = {}
-    for time, correlation in sorted(launches):
+    for time in times:
         while later and later[0].start <= time:
             around.append(later.popleft())
         around = [event for event in around if event.end > time]
-        if around:
-            found[correlation] = around[-1]
-    return found
+        yield around

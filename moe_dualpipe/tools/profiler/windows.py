@@ -18,7 +18,6 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from ...messages import plural, quoted
-from .communication import Names
 from .trace import CLOCK, DeviceEvent, HostEvent, Trace
 
 _NAME = re.compile(r"(?:ProfilerStep|(?:train(?:ing)?[ _])?step|iter(?:ation)?)[ _#:=*]*(\d{1,9})$", re.IGNORECASE)
@@ -69,23 +68,22 @@ def parse_steps(text: str | None) -> Choice:
     return chosen
 
 
-def window_of(trace: Trace, device: str, choice: Choice, names: Names) -> AnalyzedWindow:
-    """Return the part of a trace that is analyzed on one device. `trace` comes from `host_as_device`.
+def window_of(trace: Trace, choice: Choice) -> AnalyzedWindow:
+    """Return the part that is analyzed of a trace of one device, which comes from `as_device`.
 
     Raises ValueError if steps are chosen that are not recorded.
     """
-    events = [event for event in trace.device_events if event.device == device]
-    steps = _device_steps(trace, events, names)
+    events, steps = trace.device_events, _device_steps(trace)
     if isinstance(choice, range) and not steps:
         raise ValueError(
             "--steps: no steps are recorded: call step() of torch.profiler, or annotate each step, such as 'step 3'"
         )
     if choice == "all" or not steps or (choice == "default" and len(steps) == 1):
-        return AnalyzedWindow(replace(trace, device_events=events), steps)
+        return AnalyzedWindow(trace, steps)
     chosen = steps if choice == "default" else [step for step in steps if step.number in choice]
     if not chosen:
-        raise ValueError(f"--steps: no work of device {device} is in these steps; recorded: {_span(steps)}")
-    kept = [event for event in events if _belongs(event, trace, chosen, names)]
+        raise ValueError(f"--steps: no work of device {events[0].device} is in these steps; recorded: {_span(steps)}")
+    kept = [event for event in events if _belongs(event, trace, chosen)]
     outside = plural(len(events) - len(kept), "event")
     said = f"analyzed: {_span(chosen)} of {_span(steps)}"
     if choice == "default":
@@ -106,8 +104,9 @@ def annotated_steps(trace: Trace, processes: Collection[str] = ()) -> list[tuple
     return [*zip(numbers, steps, strict=True)] if in_order and apart else []
 
 
-def _device_steps(trace: Trace, events: Sequence[DeviceEvent], names: Names) -> list[DeviceStep]:
-    """The steps that computed something on the device of `events`."""
+def _device_steps(trace: Trace) -> list[DeviceStep]:
+    """The steps that computed something on the device."""
+    events = trace.device_events
     launches = [trace.launch_of(event) for event in events]
     recorded = annotated_steps(trace, {launch.thread[0] for launch in launches if launch is not None})
     if not recorded:
@@ -115,12 +114,12 @@ def _device_steps(trace: Trace, events: Sequence[DeviceEvent], names: Names) -> 
     launched = any(launches)  # then work without a launch was launched before the recording
     busy: dict[str, float] = defaultdict(float)
     for event in events:
-        busy[event.stream] += (event.end - event.start) * (names.kind_of(event) == "compute")
+        busy[event.stream] += (event.end - event.start) * (event.kind == "compute")
     main = max(busy, key=lambda stream: busy[stream])
     edges = [*(step.start for _, step in recorded), recorded[-1][1].end]
     starts = [inf] * len(edges)  # of the first computation of each step, and of that after the last step
     for event, launch in zip(events, launches, strict=True):
-        if event.stream == main and names.kind_of(event) == "compute" and (launch or not launched):
+        if event.stream == main and event.kind == "compute" and (launch or not launched):
             step = bisect_right(edges, launch.start if launch else event.start) - 1
             if step >= 0:
                 starts[step] = min(starts[step], event.start)
@@ -131,9 +130,9 @@ def _device_steps(trace: Trace, events: Sequence[DeviceEvent], names: Names) -> 
     ]
 
 
-def _belongs(event: DeviceEvent, trace: Trace, steps: Sequence[DeviceStep], names: Names) -> bool:
+def _belongs(event: DeviceEvent, trace: Trace, steps: Sequence[DeviceStep]) -> bool:
     launch = trace.launch_of(event)
-    if launch is not None and names.kind_of(event) == "comm":
+    if launch is not None and event.kind == "comm":
         return steps[0].launched[0] <= launch.start < steps[-1].launched[1]
     return steps[0].start <= event.start < steps[-1].end
 

@@ -28,17 +28,17 @@ def write_traces(recording: Recording, folder: Path, ahead_us: float = 0.0, drif
     """ahead_us, drift: by how much more than that of the rank before, on the same host or else on its own, the clock of
     a rank is ahead, and by which share too fast."""
     folder.mkdir(parents=True, exist_ok=True)
-    ranks = sorted(recording.ranks)
+    ranks = sorted(recording)
     return [_write(recording, rank, folder / f"rank{rank}.json", ahead_us, drift) for rank in ranks]
 
 
 def _write(recording: Recording, rank: int, path: Path, ahead_us: float, drift: float) -> Path:
     used = {
         (own, op.group): op.ranks
-        for own, one in recording.ranks.items() for op, *_ in one.device if isinstance(op, Collective)
+        for own, one in recording.items() for op, *_ in one.device if isinstance(op, Collective)
     }  # fmt: skip
     names = {group: str(number) for number, group in enumerate(sorted({group for _, group in used}), start=1)}
-    found = recording.ranks[rank]
+    found = recording[rank]
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": _HOST + rank, "tid": 0, "ts": 0, "args": {"name": "python"}}
     ]
@@ -52,7 +52,7 @@ def _write(recording: Recording, rank: int, path: Path, ahead_us: float, drift: 
          "ranks": ranks}
         for (own, group), ranks in used.items() if own == rank
     ]  # fmt: skip
-    job = {"backend": "nccl", "rank": rank, "world_size": len(recording.ranks), "pg_count": len(names),
+    job = {"backend": "nccl", "rank": rank, "world_size": len(recording), "pg_count": len(names),
            "pg_config": settings, "nccl_version": "2.27.5"}  # fmt: skip
     gpus = [{"id": 0, "name": "NVIDIA H100 80GB HBM3", "numSms": 132, "computeMajor": 9, "computeMinor": 0}]
     host = f"node{rank if ahead_us or drift else 0}"  # ranks on one host share a clock

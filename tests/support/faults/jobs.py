@@ -58,20 +58,25 @@ OPTIMIZER: Shares = tuple(
 )  # fmt: skip
 
 
-def _job(write: Callable[[Writer], None], ranks: int, seed: int, jitter: float, foreign: bool) -> Job:
-    """write: the program of one rank."""
-    writers = [Writer(rank, seed, jitter, foreign) for rank in range(ranks)]
-    for writer in writers:
-        write(writer)
-    return Job({w.rank: tuple(w.ops) for w in writers}, seed=seed)
+def _program(ranks: int = 2, foreign: bool = False) -> Callable[[Callable[..., None]], Callable[..., Job]]:
+    """Make a job of what one rank does, for each rank. Its options get two more: seed and jitter."""
+
+    def job_of(write: Callable[..., None]) -> Callable[..., Job]:
+        def job(seed: int = 0, jitter: float = 0.03, **options: object) -> Job:
+            writers = [Writer(rank, seed, jitter, foreign) for rank in range(ranks)]
+            for writer in writers:
+                write(writer, **options)
+            return Job({w.rank: tuple(w.ops) for w in writers}, seed=seed)
+
+        return job
+
+    return job_of
 
 
-def moe_training(seed: int = 0, layers: int = 6, jitter: float = 0.03) -> Job:
-    def write(w: Writer) -> None:
-        for step in w.steps(2):
-            _moe_step(w, step, layers)
-
-    return _job(write, 2, seed, jitter, False)
+@_program()
+def moe_training(w: Writer, layers: int = 6) -> None:
+    for step in w.steps(2):
+        _moe_step(w, step, layers)
 
 
 def _moe_step(w: Writer, step: int, layers: int) -> None:
@@ -123,122 +128,108 @@ def _moe_step(w: Writer, step: int, layers: int) -> None:
     w.segment("optimizer", "AdamW_0", 300, OPTIMIZER, 1056)
 
 
-def sequential_moe(job: Job, strength: int) -> Job:
+@_program()
+def sequential_moe(w: Writer, transfer_us: float) -> None:
     """One chunk alone: nothing runs beside its transfers."""
 
-    def write(w: Writer) -> None:
-        for layer in range(16):
-            for label, us, shares, transfer in (
-                ("attn(F)", 400, ATTENTION, "dispatch(F)"), ("mlp(F)", 450, EXPERTS, "combine(F)"),
-            ):  # fmt: skip
-                w.segment(label, "Attention_0", us, shares, 264)
-                w.sent(transfer, "all_to_allv", "expert_parallel", 100 * strength, f"{transfer} {layer}", "experts")
-                w.ops.append(Await(f"done {transfer} {layer} of {PAIR}"))
-        w.segment("head(F)", "Linear_0", 400, WEIGHTS, 264)
-
-    return _job(write, 2, job.seed, 0.03, False)
+    for layer in range(16):
+        for label, us, shares, transfer in (
+            ("attn(F)", 400, ATTENTION, "dispatch(F)"), ("mlp(F)", 450, EXPERTS, "combine(F)"),
+        ):  # fmt: skip
+            w.segment(label, "Attention_0", us, shares, 264)
+            w.sent(transfer, "all_to_allv", "expert_parallel", transfer_us, f"{transfer} {layer}", "experts")
+            w.ops.append(Await(f"done {transfer} {layer} of {PAIR}"))
+    w.segment("head(F)", "Linear_0", 400, WEIGHTS, 264)
 
 
-def data_parallel(
-    seed: int = 0, steps: int = 2, jitter: float = 0.03, transfer_us: float = 700.0, at_end: bool = False
-) -> Job:  # fmt: skip
+@_program(foreign=True)
+def data_parallel(w: Writer, steps: int = 2, transfer_us: float = 700.0, at_end: bool = False) -> None:
     """A bucket is two layers. The last bucket is summed beside the backward of the embedding. at_end: all are summed at
     once, after the backward."""
     layers = 10
 
-    def write(w: Writer) -> None:
-        for step in w.steps(steps):
-            for layer in range(layers):
-                w.segment("forward", f"Block_{layer}", 300, ATTENTION, 264)
-            for layer in reversed(range(layers)):
-                w.segment("backward", f"Block_{layer}", 600, ATTENTION_BACKWARD, 330)
-                if layer % 2 == 0 and not at_end:
-                    w.sent("sum", "all_reduce", "data_parallel", transfer_us, f"bucket {step}.{layer}", "sums")
-            w.segment("backward", "Embedding_0", 800, WEIGHTS, 396)
-            if at_end:
-                us = transfer_us * layers / 2
-                w.sent("sum", "all_reduce", "data_parallel", us, f"bucket {step}.0", "sums")
-            w.ops.append(Await(f"done bucket {step}.0 of {PAIR}"))
-            w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
-
-    return _job(write, 2, seed, jitter, True)
+    for step in w.steps(steps):
+        for layer in range(layers):
+            w.segment("forward", f"Block_{layer}", 300, ATTENTION, 264)
+        for layer in reversed(range(layers)):
+            w.segment("backward", f"Block_{layer}", 600, ATTENTION_BACKWARD, 330)
+            if layer % 2 == 0 and not at_end:
+                w.sent("sum", "all_reduce", "data_parallel", transfer_us, f"bucket {step}.{layer}", "sums")
+        w.segment("backward", "Embedding_0", 800, WEIGHTS, 396)
+        if at_end:
+            us = transfer_us * layers / 2
+            w.sent("sum", "all_reduce", "data_parallel", us, f"bucket {step}.0", "sums")
+        w.ops.append(Await(f"done bucket {step}.0 of {PAIR}"))
+        w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
 
 
-def sharded(seed: int = 0, jitter: float = 0.03, transfer_us: float = 90.0, prefetch: bool = True) -> Job:
+@_program(foreign=True)
+def sharded(w: Writer, transfer_us: float = 90.0, prefetch: bool = True) -> None:
     passes = [("forward", layer) for layer in range(12)]
     passes += [("backward", layer) for layer in reversed(range(12))]
 
-    def write(w: Writer) -> None:
-        def gather(step: int, i: int) -> None:
-            w.sent("gather", "_allgather_base", "shards", transfer_us, f"weights {step}.{i}", "weights")
+    def gather(step: int, i: int) -> None:
+        w.sent("gather", "_allgather_base", "shards", transfer_us, f"weights {step}.{i}", "weights")
 
-        for step in w.steps(2):
-            gather(step, 0)
-            for i, (name, layer) in enumerate(passes):
-                if not prefetch and i:
-                    gather(step, i)
-                w.ops.append(Await(f"done weights {step}.{i} of {PAIR}"))
-                if prefetch and i + 1 < len(passes):
-                    gather(step, i + 1)
-                us, shares, grid = (300, ATTENTION, 264) if name == "forward" else (600, ATTENTION_BACKWARD, 330)
-                w.segment(name, f"Block_{layer}", us, shares, grid)
-                if name == "backward":
-                    key = f"gradients {step}.{i}"
-                    w.sent("scatter", "_reduce_scatter_base", "shards", transfer_us, key, "gradients")
-            w.segment("backward", "Embedding_0", 800, WEIGHTS, 396)
-            w.ops.append(Await(f"done gradients {step}.{len(passes) - 1} of {PAIR}"))
-            w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
-
-    return _job(write, 2, seed, jitter, True)
+    for step in w.steps(2):
+        gather(step, 0)
+        for i, (name, layer) in enumerate(passes):
+            if not prefetch and i:
+                gather(step, i)
+            w.ops.append(Await(f"done weights {step}.{i} of {PAIR}"))
+            if prefetch and i + 1 < len(passes):
+                gather(step, i + 1)
+            us, shares, grid = (300, ATTENTION, 264) if name == "forward" else (600, ATTENTION_BACKWARD, 330)
+            w.segment(name, f"Block_{layer}", us, shares, grid)
+            if name == "backward":
+                key = f"gradients {step}.{i}"
+                w.sent("scatter", "_reduce_scatter_base", "shards", transfer_us, key, "gradients")
+        w.segment("backward", "Embedding_0", 800, WEIGHTS, 396)
+        w.ops.append(Await(f"done gradients {step}.{len(passes) - 1} of {PAIR}"))
+        w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
 
 
-def pipeline(seed: int = 0, jitter: float = 0.03, transfer_us: float = 120.0, ahead: int = 2) -> Job:
+@_program()
+def pipeline(w: Writer, transfer_us: float = 120.0, ahead: int = 2) -> None:
     """Stage 0 sends activations down, stage 1 sends gradients up. What a micro-batch needs was sent `ahead` before."""
 
-    def write(w: Writer) -> None:
-        for i in range(24):
-            if i >= ahead:
-                w.ops.append(Await(f"done {'BF'[w.rank]}{i - ahead} of {PAIR}"))
-            for kind, us, shares, grid in (("F", 500, ATTENTION, 264), ("B", 900, ATTENTION_BACKWARD, 330)):
-                w.segment(f"{w.rank}{kind}{i}", "Block_0", us, shares, grid)
-                w.ops.append(Record(f"{kind}{i}"))
-            for kind, source in (("F", 0), ("B", 1)):
-                group, call = f"pipeline {kind}", "send" if w.rank == source else "recv"
-                w.transfer(group, call, group, PAIR, transfer_us, f"pipe {kind}", key=f"{kind}{i}",
-                           after=f"{kind}{i}", peers=(source, 1 - source))  # fmt: skip
-
-    return _job(write, 2, seed, jitter, False)
+    for i in range(24):
+        if i >= ahead:
+            w.ops.append(Await(f"done {'BF'[w.rank]}{i - ahead} of {PAIR}"))
+        for kind, us, shares, grid in (("F", 500, ATTENTION, 264), ("B", 900, ATTENTION_BACKWARD, 330)):
+            w.segment(f"{w.rank}{kind}{i}", "Block_0", us, shares, grid)
+            w.ops.append(Record(f"{kind}{i}"))
+        for kind, source in (("F", 0), ("B", 1)):
+            group, call = f"pipeline {kind}", "send" if w.rank == source else "recv"
+            w.transfer(group, call, group, PAIR, transfer_us, f"pipe {kind}", key=f"{kind}{i}",
+                       after=f"{kind}{i}", peers=(source, 1 - source))  # fmt: skip
 
 
-def decode(seed: int = 0, jitter: float = 0.03, graphs: bool = True) -> Job:
-    def write(w: Writer) -> None:
-        kernels = tuple(
-            Kernel(name, w.varied(14 * share + 3, layer, i), grid=132)
-            for layer in range(12) for i, (name, _, share) in enumerate((*ATTENTION, *EXPERTS))
-        )  # fmt: skip
-        for token in range(8):
-            with w.range(f"decode token {token}"):
-                w.ops += [Python(60), *([Graph(kernels)] if graphs else kernels)]
-
-    return _job(write, 1, seed, jitter, False)
+@_program(ranks=1)
+def decode(w: Writer, graphs: bool = True) -> None:
+    kernels = tuple(
+        Kernel(name, w.varied(14 * share + 3, layer, i), grid=132)
+        for layer in range(12) for i, (name, _, share) in enumerate((*ATTENTION, *EXPERTS))
+    )  # fmt: skip
+    for token in range(8):
+        with w.range(f"decode token {token}"):
+            w.ops += [Python(60), *([Graph(kernels)] if graphs else kernels)]
 
 
-def single_gpu(seed: int = 0, steps: int = 2, jitter: float = 0.03, small: str = "") -> Job:
+@_program(ranks=1, foreign=True)
+def single_gpu(w: Writer, steps: int = 2, small: str = "") -> None:
     """small: the optimizer has many small kernels, which are launched "together" or "alone"."""
     kernels = tuple(Kernel(OPTIMIZER[0][0], 2.0, grid=1) for _ in range(1200))
 
-    def write(w: Writer) -> None:
-        for _ in w.steps(steps):
-            for layer in range(12):
-                w.segment("forward", f"Block_{layer}", 300, ATTENTION, 264)
-            for layer in reversed(range(12)):
-                w.segment("backward", f"Block_{layer}", 600, ATTENTION_BACKWARD, 330)
-            with w.range("Optimizer.step#AdamW.step"):
-                w.ops += {"alone": kernels, "together": (Graph(kernels),)}.get(small, ())
-                if not small:
-                    w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
-
-    return _job(write, 1, seed, jitter, True)
+    for _ in w.steps(steps):
+        for layer in range(12):
+            w.segment("forward", f"Block_{layer}", 300, ATTENTION, 264)
+        for layer in reversed(range(12)):
+            w.segment("backward", f"Block_{layer}", 600, ATTENTION_BACKWARD, 330)
+        with w.range("Optimizer.step#AdamW.step"):
+            w.ops += {"alone": kernels, "together": (Graph(kernels),)}.get(small, ())
+            if not small:
+                w.segment("optimizer", "AdamW_0", 600, OPTIMIZER, 1056)
 
 
 HEALTHY = {

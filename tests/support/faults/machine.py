@@ -7,8 +7,8 @@ transfers slow one another down while they share a device.
 """
 
 import heapq
-from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
@@ -63,32 +63,28 @@ class RankRecording:
         return max(span.end for span in self.device) - min(span.start for span in self.device)
 
 
-@dataclass(slots=True)
-class Recording:
-    ranks: dict[int, RankRecording]
-
-    @property
-    def window_us(self) -> float:
-        return max(rank.window_us for rank in self.ranks.values())
+Recording = Mapping[int, RankRecording]
+"""That of each rank."""
 
 
 @dataclass(slots=True, eq=False)
 class _Command:
-    """One thing in a stream. meet: its transfer. left: microseconds of work left, alone."""
+    """One thing in a stream. meet: of work that has started."""
 
     op: Op
     rank: int
     stream: int
     ready: float
     correlation: int
-    left: float = 0.0
     start: float = inf
     done: bool = False
-    meet: "_Meeting | None" = None
+    meet: "_Meeting" = field(default_factory=lambda: _Meeting(0, 0.0))
 
 
 @dataclass(slots=True, eq=False)
 class _Meeting:
+    """A transfer of several ranks; a kernel is one of a single rank. left: microseconds of work left, alone."""
+
     missing: int
     left: float
     joined: list[_Command] = field(default_factory=list)
@@ -107,9 +103,7 @@ class _Device:
         self.passed: dict[str, bool] = {}
 
     def number(self, stream: str) -> int:
-        if stream not in self.numbers:
-            self.numbers[stream] = 16 + 4 * len(self.numbers)
-        return self.numbers[stream]
+        return self.numbers.setdefault(stream, 16 + 4 * len(self.numbers))
 
     def append(self, command: _Command) -> None:
         place = list(self.numbers.values()).index(command.stream)
@@ -239,33 +233,26 @@ class _Run:
         command.start = self.now
         device.busy[command.stream] = command
         self.running.append(command)
-        if isinstance(op, Collective):
-            command.meet = meeting = self.meetings[op.key]
-            meeting.joined.append(command)
-            meeting.missing -= 1
-        else:
-            command.left = op.us
+        command.meet = meeting = self.meetings[op.key] if isinstance(op, Collective) else _Meeting(1, op.us)
+        meeting.joined.append(command)
+        meeting.missing -= 1
 
-    def _rates(self) -> dict[_Command | _Meeting, float]:
-        machine, computing, transferring = self.job.machine, defaultdict[int, int](int), set[int]()
-        for command in self.running:
-            if command.meet is None:
-                computing[command.rank] += 1
-            else:
-                transferring.add(command.rank)
-        rates: dict[_Command | _Meeting, float] = {}
+    def _rates(self) -> dict[_Meeting, float]:
+        machine, computing = self.job.machine, Counter(c.rank for c in self.running if isinstance(c.op, Kernel))
+        transferring = {command.rank for command in self.running if isinstance(command.op, Collective)}
+        rates: dict[_Meeting, float] = {}
         for command in self.running:
             meeting = command.meet
-            if meeting is None:
+            if isinstance(command.op, Kernel):
                 beside = 1 + machine.slower_beside_transfers * (command.rank in transferring)
-                rates[command] = 1 / beside / computing[command.rank]
+                rates[meeting] = 1 / beside / computing[command.rank]
             elif not meeting.missing:
                 slowed = any(computing[one.rank] for one in meeting.joined)
                 rates[meeting] = 1 / (1 + machine.slower_beside_computation * slowed)
         return rates
 
     def _finish(self) -> None:
-        for command in [c for c in self.running if self._is_over(c)]:
+        for command in [c for c in self.running if not c.meet.missing and c.meet.left <= _NO_TIME]:
             self.running.remove(command)
             device, op = self.devices[command.rank], command.op
             command.done = True
@@ -274,12 +261,6 @@ class _Run:
             assert isinstance(op, Kernel | Collective)
             span = DeviceSpan(op, command.start, self.now, command.stream, command.correlation)
             self.recordings[command.rank].device.append(span)
-
-    @staticmethod
-    def _is_over(command: _Command) -> bool:
-        if command.meet is not None:
-            return not command.meet.missing and command.meet.left <= _NO_TIME
-        return command.left <= _NO_TIME
 
     def run(self) -> Recording:
         for rank in self.hosts:
@@ -303,7 +284,7 @@ class _Run:
                 self._advance_host(heapq.heappop(self.turns)[1])
         assert not self.running and not self.waiting, "the programs do not fit together"
         assert not any(queue for device in self.devices.values() for queue in device.queues.values())
-        return Recording(self.recordings)
+        return self.recordings
 
 
 def run(job: Job) -> Recording:

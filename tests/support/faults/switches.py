@@ -260,7 +260,12 @@ OTHERS = (
         lambda job, s: pipeline(job.seed, ahead=1, transfer_us=120.0 * s),
         pipeline,
     ),
-    Fault("one chunk", "nothing-to-overlap", sequential_moe, mended=None),
+    Fault(
+        "one chunk",
+        "nothing-to-overlap",
+        lambda job, s: sequential_moe(job.seed, transfer_us=100 * s),
+        mended=None,
+    ),
 )
 FAULTS = {fault.name: fault for fault in (*TRAINING, *OTHERS)}
 PAIRS = [(one, other) for one, other in combinations(TRAINING, 2) if one.kind != other.kind]

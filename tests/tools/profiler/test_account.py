@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from moe_dualpipe.tools.profiler import NAMES
 from moe_dualpipe.tools.profiler.account import (
     ALLOCATING,
     CHECKPOINT,
@@ -24,6 +25,7 @@ from moe_dualpipe.tools.profiler.account import (
     account,
     relabeled,
 )  # fmt: skip
+from moe_dualpipe.tools.profiler.host import as_device
 from moe_dualpipe.tools.profiler.trace import DeviceEvent, HostEvent, Trace
 
 MAIN, OTHER = ("9", "1"), ("9", "2")
@@ -91,7 +93,7 @@ def kind_at(trace: Trace, moment: float) -> str:
 @pytest.mark.parametrize("seed", range(60))
 def test_each_moment_has_the_entry_of_its_definition(seed):
     trace = random_trace(seed)
-    entries = account(trace)
+    entries = account(as_device(trace, NAMES))
     spans = [(event.start, event.end) for event in trace.device_events if event.start < event.end]
     assert bool(entries) == bool(spans)
     if not entries:
@@ -125,6 +127,6 @@ def test_the_computation_after_a_transfer_is_not_its_unpacking():
     for number, (name, start, end) in enumerate([("nccl", 20, 40), ("unpack", 40, 42), ("gemm", 42, 50)]):
         trace.device_events.append(DeviceEvent(name, "kernel", start, end, "0", name[0], number, 1))
         trace.launches[number] = HostEvent("cudaLaunchKernel", 2 + 5 * number, 4 + 5 * number, MAIN)
-    assert [entry.detail for entry in account(trace)] == [
+    assert [entry.detail for entry in account(as_device(trace, NAMES))] == [
         "dispatch(F) * before mlp(F)", "data movement in dispatch(F) *", "GEMM in mlp(F)",
     ]  # fmt: skip

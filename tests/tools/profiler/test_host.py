@@ -9,15 +9,14 @@ from hypothesis import strategies as st
 from moe_dualpipe.tools.profiler import NAMES, Names, TraceError, analyze, read_trace
 from moe_dualpipe.tools.profiler.doctor.calls import BLOCKED
 from moe_dualpipe.tools.profiler.doctor.device import Device
-from moe_dualpipe.tools.profiler.doctor.replay import SYNC
 from moe_dualpipe.tools.profiler.files import analyze_files
-from moe_dualpipe.tools.profiler.host import host_as_device
+from moe_dualpipe.tools.profiler.host import as_device
 from moe_dualpipe.tools.profiler.trace import HostEvent, Trace
 from tests.support.traces import annotation, operator, write
 
 
 def traced(tmp_path, events, names=NAMES):
-    return host_as_device(read_trace(write(tmp_path / "trace.json", events)), names)
+    return as_device(read_trace(write(tmp_path / "trace.json", events)), names)
 
 
 def pieces(tmp_path, events):
@@ -62,7 +61,7 @@ def test_pieces_agree_with_a_stack_at_every_moment(drawn):
     every = [HostEvent(name, start, start + length, ("9", str(thread))) for name, start, length, thread in drawn]
     operators = [event for event in every if "::" in event.name]
     annotations = [event for event in every if "::" not in event.name]
-    trace = host_as_device(Trace(operators=operators, annotations=annotations), NAMES)
+    trace = as_device(Trace(operators=operators, annotations=annotations), NAMES)
     found = {}
     for thread in "12":
         works = [work for work in trace.device_events if work.stream == thread]
@@ -169,15 +168,14 @@ def test_a_collective_that_blocks_is_a_wait(events, blocks, tmp_path):
 
 
 def case_of(events, folder):
-    return Device(traced(folder, events), NAMES)
+    return Device(traced(folder, events))
 
 
 def waits(case):
     """Name of each wait, and start and end of the transfer that it is for."""
-    found = case.graph.edges.keep(case.graph.edges.kind == SYNC)
-    events = (found.source_node - case.first_event).tolist()
-    calls = case.waiting_calls[found.target].tolist()
-    rows = [(case.calls[c].name, case.start[e], case.end[e]) for e, c in zip(events, calls, strict=True)]
+    found, calls = case.syncs
+    events = case.graph.edges.source_node[found].tolist()
+    rows = [(case.calls[c].name, case.start[e], case.end[e]) for e, c in zip(events, calls.tolist(), strict=True)]
     return sorted(rows, key=lambda wait: wait[2])
 
 

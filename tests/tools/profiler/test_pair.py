@@ -16,7 +16,7 @@ from moe_dualpipe.models import ModelConfig
 from moe_dualpipe.overlap.pair_time import Await, Begin, Computation, least_time
 from moe_dualpipe.tools.profiler import NAMES, analyze, measure, read_trace
 from moe_dualpipe.tools.profiler.files import analyze_files
-from moe_dualpipe.tools.profiler.host import host_as_device
+from moe_dualpipe.tools.profiler.host import as_device
 from moe_dualpipe.tools.profiler.measure import possible_share, recorded_events
 from moe_dualpipe.tools.profiler.pair import Pair, PairWorkload
 from moe_dualpipe.tools.profiler.reading import trace_paths
@@ -256,7 +256,7 @@ def test_a_run_never_hides_more_than_possible(tmp_path_factory, events, data):
     ]
     slow = data.draw(st.booleans())
     gaps = [data.draw(st.integers(0, 5)) if slow else 0 for _ in events]
-    trace = host_as_device(read_trace(recorded(path, events, gaps)), NAMES)
+    trace = as_device(read_trace(recorded(path, events, gaps)), NAMES)
     (analysis,), found = analyze(trace), recorded_events(trace)
     assert [e for e in found if isinstance(e, Begin)] == [
         Begin(e.label, pytest.approx(e.time)) for e in events if isinstance(e, Begin)
@@ -293,7 +293,7 @@ def test_transfers_at_the_same_time_share_the_link(tmp_path):
         annotation("link:carry", 5, 10, thread=2), annotation("dispatch(B)", 6, 1), annotation("link::carry", 6, 1),
         annotation("link:carry", 7, 12, thread=3), operator("aten::mm", 8, 6),
     ]  # fmt: skip
-    found = recorded_events(host_as_device(read_trace(write(tmp_path / "a.json", events)), NAMES))
+    found = recorded_events(as_device(read_trace(write(tmp_path / "a.json", events)), NAMES))
     assert [event for event in found if isinstance(event, Begin)] == [
         Begin("dispatch(F)", 11),
         Begin("dispatch(B)", 4),

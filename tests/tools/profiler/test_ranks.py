@@ -9,9 +9,10 @@ from itertools import chain
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.tools.profiler import read_trace
+from moe_dualpipe.tools.profiler import NAMES, read_trace
 from moe_dualpipe.tools.profiler.account import TRANSFER, WAITING
 from moe_dualpipe.tools.profiler.files import analyze_files
+from moe_dualpipe.tools.profiler.host import as_device
 from moe_dualpipe.tools.profiler.ranks import compare_traces
 from moe_dualpipe.tools.profiler.trace import DeviceEvent, Trace
 from tests.support.faults import Job, Machine, run, write_traces
@@ -71,9 +72,7 @@ def recorded(program, ranks, numbered=True):
 
 def collectives_of(recording) -> dict[int, list]:
     """For each rank, its collectives and when they started and ended."""
-    return {
-        rank: [span for span in one.device if isinstance(span.op, Collective)] for rank, one in recording.ranks.items()
-    }
+    return {rank: [span for span in one.device if isinstance(span.op, Collective)] for rank, one in recording.items()}
 
 
 def true_waits(recording):
@@ -86,7 +85,7 @@ def true_waits(recording):
 
 def transfers_of(recording, folder):
     """The traces of the ranks with their collectives alone."""
-    traces = [read_trace(path) for path in write_traces(recording, folder)]
+    traces = [as_device(read_trace(path), NAMES) for path in write_traces(recording, folder)]
     return [replace(one, device_events=[e for e in one.device_events if e.collective]) for one in traces]
 
 
@@ -114,7 +113,7 @@ def test_waits_are_in_the_account_with_the_rank_that_was_late(program, world, nu
     """On one host and on one each, whose clocks are seconds apart. The first and the last rank share no group."""
     recording = recorded(program, range(world), numbered)
     files, waits = analyze_files(write_traces(recording, tmp_path, offset)), true_waits(recording)
-    first = [min(span.start for span in recording.ranks[rank].device) for rank in range(world)]
+    first = [min(span.start for span in recording[rank].device) for rank in range(world)]
     for rank, (device, shift) in enumerate(zip(files.devices, files.comparison.shifts_us, strict=True)):
         assert shift == pytest.approx(first[rank] - first[0], abs=1e-2)
         assert device.analysis.time_of(WAITING) == pytest.approx(waits[rank], abs=0.05)
@@ -172,7 +171,7 @@ def test_sends_meet_receives_by_their_order(tmp_path):
 
 def test_collectives_that_do_not_overlap_cannot_be_compared():
     """Of 10 collectives, one may not overlap, because clocks are not exact. gloo's sends and broadcasts never meet."""
-    first = [DeviceEvent("ncclA", "kernel", 100 * i, 100 * i + 10, "0", "20", None, 1) for i in range(10)]
+    first = [DeviceEvent("ncclA", "kernel", 100 * i, 100 * i + 10, "0", "20", None, 1, kind="comm") for i in range(10)]
     sends = [first[0]._replace(name=name, end=90) for name in ("gloo:send", "gloo:recvAnySource", "gloo:broadcast")]
     for apart, found in ((0, 10), (1, 10), (2, 0)):
         second = [work._replace(start=work.start + 11, end=work.end + 11) for work in first[:apart]] + first[apart:]
@@ -218,7 +217,7 @@ def test_the_command_and_the_pictures_put_ranks_on_one_clock(tmp_path, capsys, o
     paths = files(tmp_path, offset, base, hosts)
     first, second = analyze_files(paths).pictures()
     assert (first.start_us + first.shift_us, second.start_us + second.shift_us) == (30, 0)
-    assert [[one.event.end + own.shift_us for one in own.of_kind("comm")] for own in (first, second)] == [[100], [100]]
+    assert [[one.end + own.shift_us for one in own.of_kind("comm")] for own in (first, second)] == [[100], [100]]
     assert first.title == "rank 0: 40.0% of the communication is hidden (1 kernel, on up to 1 thread blocks)."
     assert main(["profile", "analyze", *map(str, paths)]) == 0
     lines = capsys.readouterr().out.splitlines()

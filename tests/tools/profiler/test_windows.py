@@ -7,8 +7,7 @@ import pytest
 from moe_dualpipe.cli import main
 from moe_dualpipe.tools.profiler import NAMES, analyze, read_trace
 from moe_dualpipe.tools.profiler.files import analyze_files
-from moe_dualpipe.tools.profiler.host import host_as_device
-from moe_dualpipe.tools.profiler.phases import Phases
+from moe_dualpipe.tools.profiler.host import as_device
 from moe_dualpipe.tools.profiler.windows import parse_steps, window_of
 from tests.support.traces import annotation, kernel, launch, write
 
@@ -30,8 +29,8 @@ def lagging(starts, lengths, behind=1000, first=100, length=100):
 
 
 def window(tmp_path, events, choice="default"):
-    trace = host_as_device(read_trace(write(tmp_path / "t.json", events)), NAMES)
-    return window_of(trace, trace.device_events[0].device, choice, NAMES)
+    trace = as_device(read_trace(write(tmp_path / "t.json", events)), NAMES)
+    return window_of(trace, choice)
 
 
 def names_in(found):
@@ -161,8 +160,7 @@ def named(tmp_path, *events):
     """For each device event: its phase, its best name, and whether a part of the program is known."""
     flat = [event for one in events for event in (one if isinstance(one, list) else [one])]
     trace = read_trace(write(tmp_path / "t.json", flat))
-    phases = Phases(trace)
-    return [(phases.phase_of(e), phases.name_of(e), phases.is_named(e)) for e in trace.device_events]
+    return [(e.phase, e.place, e.is_named) for e in as_device(trace, NAMES).device_events]
 
 
 @pytest.mark.parametrize("name,length,is_broad", [

@@ -53,20 +53,19 @@ Inputs = dict[int, int]
 
 def graph_of(view: View) -> Graph:
     """Return the graph of a view, with its nodes numbered as in the view."""
-    waiting = view.waiting_calls
-    start = np.concatenate([view.call_ends[waiting], view.call_starts, view.start])
+    waiting, num_events = view.waiting_calls, len(view.events)
+    start = np.concatenate([view.start, view.call_ends[waiting], view.call_starts])
     calls = np.zeros(len(view.calls)) if view.is_cpu else view.call_ends - view.call_starts
     calls[waiting] = np.minimum(calls[waiting], _SHORT_CALL)
-    duration = np.concatenate([np.zeros(len(waiting)), calls, view.duration])
+    duration = np.concatenate([view.duration, np.zeros(len(waiting)), calls])
     before, launch = np.full(len(start), -1, np.int64), np.full(len(start), -1, np.int64)
     lag = np.zeros(len(start))
-    before[view.event_nodes] = np.where(view.previous >= 0, view.event_nodes[view.previous], -1)
-    lag[view.event_nodes] = 0.0 if view.is_cpu else _GAP
+    before[:num_events] = view.previous
+    lag[:num_events] = 0.0 if view.is_cpu else _GAP
     _add_hosts(view, start, duration, before, lag)
-    launched = view.launch >= 0
-    launch[view.event_nodes[launched]] = view.call_nodes[view.launch[launched]]
+    launch[:num_events] = np.append(view.call_nodes, -1)[view.launch]
     waits = _waits_of_calls(view) if view.is_cpu else merged([_waits_of_calls(view), _between_streams(view)])
-    is_device = np.arange(len(start)) >= view.first_event
+    is_device = np.arange(len(start)) < num_events
     return graph_of_nodes(is_device, start, duration, before, lag, launch, view.latency, waits)
 
 
@@ -76,7 +75,7 @@ def _add_hosts(view: View, start: Floats, duration: Floats, before: Ints, lag: F
     Beside a GPU, all threads count as one: autograd's thread runs while another one waits.
     """
     computing = np.flatnonzero(~view.is_comm & view.is_cpu)
-    nodes = np.concatenate([np.arange(view.first_event), view.event_nodes[computing]])
+    nodes = np.concatenate([view.wait_nodes, view.call_nodes, computing])
     of_call = [call.thread[1] if view.is_cpu else "" for call in view.calls]
     of_event = [view.events[event].stream for event in computing.tolist()]
     threads = np.array([*(of_call[call] for call in view.waiting_calls.tolist()), *of_call, *of_event])
@@ -85,7 +84,7 @@ def _add_hosts(view: View, start: Floats, duration: Floats, before: Ints, lag: F
     previous = previous_of(threads[in_order])
     before[nodes] = np.where(previous >= 0, nodes[previous], -1)
     lag[nodes] = np.where(previous >= 0, start[nodes] - (start + duration)[nodes[previous]], 0.0)
-    lag[: len(view.waiting_calls)] = 0.0  # what remains of a wait is for its transfer
+    lag[view.wait_nodes] = 0.0  # what remains of a wait is for its transfer
 
 
 def _waits_of_calls(view: View) -> Edges:
@@ -93,7 +92,7 @@ def _waits_of_calls(view: View) -> Edges:
     awaited = view.awaited[view.waiting_calls]
     most = WAKE_UP if view.is_cpu else np.inf
     lag = np.clip(view.call_ends[view.waiting_calls] - view.end[awaited], None, most)
-    return edges(ends(view.event_nodes[awaited]), np.arange(len(awaited)), lag, SYNC)
+    return edges(ends(awaited), view.wait_nodes, lag, SYNC)
 
 
 def _between_streams(view: View) -> Edges:
@@ -103,7 +102,7 @@ def _between_streams(view: View) -> Edges:
     found += [(source, target, ASSUMED) for target, source in inputs.items() if binding.get(target) != (source, DATA)]
     source, target, kind = np.array(found, np.int64).reshape(-1, 3).T
     lag = np.where(kind == ASSUMED, 0.0, view.start[target] - view.end[source])
-    return edges(ends(view.event_nodes[source]), view.event_nodes[target], lag, kind)
+    return edges(ends(source), target, lag, kind)
 
 
 def _same_chunk(view: View, one: int, other: int) -> bool:

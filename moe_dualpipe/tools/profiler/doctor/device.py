@@ -9,7 +9,7 @@ import numpy as np
 from ..communication import kind_of_collective
 from ..intervals import Intervals, as_intervals, difference, length_before, union
 from .dependencies import graph_of
-from .replay import Change, Floats, Graph, Ints, Mask, shorter
+from .replay import SYNC, Change, Floats, Graph, Ints, Mask, shorter
 from .verdict import CAUSES, Verdict
 from .view import COMM, COMPUTE, COPY, View
 
@@ -29,6 +29,12 @@ class Device(View):
     @cached_property
     def graph(self) -> Graph:
         return graph_of(self)
+
+    @cached_property
+    def syncs(self) -> tuple[Ints, Ints]:
+        """The edges of the graph to the ends of waits, and the calls that wait."""
+        rows = np.flatnonzero(self.graph.edges.kind == SYNC)
+        return rows, self.waiting_calls[self.graph.edges.target[rows] - len(self.events)]
 
     @property
     def waited_us(self) -> Floats:
@@ -73,7 +79,7 @@ class Device(View):
 
     def place(self, event: int) -> str:
         """The name of an event, as in the account: of the part of the program, the collective, or the kernel."""
-        return self.phases.name_of(self.events[event])
+        return self.events[event].place
 
     def launched_behind(self, event: int) -> str:
         """A sentence that names the last computation of another part of the program that was launched before a
@@ -87,7 +93,7 @@ class Device(View):
 
     def longer(self, key: str, events: Ints, us: Floats, **facts: Any) -> list[FoundCause]:
         """The cause that makes `events` take so much longer, which is removed when they take less."""
-        end, change = self.end[events], partial(shorter, nodes=self.event_nodes[events], us=us)
+        end, change = self.end[events], partial(shorter, nodes=events, us=us)
         return self.found(key, events, change, end - us, end, costs=us, **facts)
 
     def found(

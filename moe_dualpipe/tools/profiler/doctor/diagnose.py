@@ -18,14 +18,13 @@ import numpy as np
 
 from ..account import COMPUTATION, LEAST_SHARE, LOST, SLOWED, Entry, relabeled, spans_of, totals
 from ..analyze import Analysis
-from ..communication import Names
 from ..intervals import EMPTY, Intervals, intersection, union, union_length
 from ..ranks import RankComparison
 from ..trace import Trace
 from . import launching, order, transfers
 from .device import COMPUTE, Device, FoundCause
 from .joint import JointGraph, join, shared_collectives
-from .replay import Graph, NodeTimes, replay, shorter
+from .replay import Graph, NodeTimes, shorter
 from .slowdown import beside_us, cause_of, slowdowns_of
 
 ROUNDS = 10
@@ -38,14 +37,14 @@ Causes = dict[str, FoundCause]
 
 
 def diagnose(
-    traces: Sequence[Trace], names: Names, analyses: Sequence[Analysis], rank_names: Sequence[str],
+    traces: Sequence[Trace], analyses: Sequence[Analysis], rank_names: Sequence[str],
     comparison: RankComparison,
 ) -> list[Analysis]:  # fmt: skip
     """Return the analyses with slowed computation in their accounts, causes of lost time, and what these leave.
 
     All are of the same devices. The window of a device must not be empty.
     """
-    ranks = Ranks([Device(trace, names) for trace in traces], rank_names, comparison)
+    ranks = Ranks([Device(trace) for trace in traces], rank_names, comparison)
     every = range(len(traces))
     causes = [ranks.costly(rank) for rank in every]
     repaired = [ranks.times(causes[rank])[rank] for rank in every]
@@ -91,7 +90,7 @@ def _diagnosis(
 def _repaired_gaps(device: Device, repaired: NodeTimes) -> Intervals:
     """The gaps without computation that are at most half as long in a replay without all causes."""
     events = np.flatnonzero(device.kind == COMPUTE)
-    start, end = repaired.start[device.event_nodes[events]], repaired.end[device.event_nodes[events]]
+    start, end = repaired.start[events], repaired.end[events]
     recorded = np.maximum.accumulate(device.end[events])
     order = np.argsort(start, kind="stable")
     reached = np.empty(len(events))
@@ -116,11 +115,10 @@ class Ranks:
             self.of_host.append([cause.key for cause in of_host])
             self.found.append(_by_key([*of_host, *order.find(device), *of_transfers, *slowed]))
         self.windows: dict[frozenset[str], list[float]] = {}
-        try:
-            shifts_us = [shift or 0.0 for shift in comparison.shifts_us]
-            self.joint = JointGraph(devices, self.shared, shifts_us) if len(self.shared.rank) else None
-        except CycleError:
-            self.joint = None
+        self.alone = self.joint = JointGraph(devices, self.shared[:0], [0.0] * len(devices))
+        with suppress(CycleError):
+            if len(self.shared):
+                self.joint = JointGraph(devices, self.shared, [shift or 0.0 for shift in comparison.shifts_us])
 
     def costly(self, rank: int) -> list[str]:
         """The causes on one rank that cost enough.
@@ -167,35 +165,29 @@ class Ranks:
     def times(self, causes: Collection[str]) -> list[NodeTimes]:
         """When everything on all ranks happens without these causes."""
         kinds = {cause.partition("/")[0] for cause in causes}
-        if self.joint is not None and "imbalance" not in kinds:
-            with suppress(CycleError):
-                return self._settled(causes, kinds, self.joint)
-        return self._settled(causes, kinds, None)
+        with suppress(CycleError):
+            return self._settled(causes, kinds, self.alone if "imbalance" in kinds else self.joint)
+        return self._settled(causes, kinds, self.alone)
 
-    def _settled(self, causes: Collection[str], kinds: set[str], joint: JointGraph | None) -> list[NodeTimes]:
+    def _settled(self, causes: Collection[str], kinds: set[str], joint: JointGraph) -> list[NodeTimes]:
         """Replay several times. Each replay applies the slowdowns that follow from the times of the previous one.
 
-        Only half of each difference is applied, so that durations and times do not oscillate. joint: None to replay
-        each rank alone.
+        Only half of each difference is applied, so that durations and times do not oscillate.
         """
-
-        def replayed(graphs: Sequence[Graph]) -> list[NodeTimes]:
-            return joint.replay(graphs) if joint else [replay(graph) for graph in graphs]
-
         left = [[one for one in own if one.cause not in kinds] for own in self.slowdowns]
         changed = [self._changed(rank, causes) for rank in range(len(self.devices))]
-        graphs, times = changed, replayed(changed)
+        graphs, times = changed, joint.replay(changed)
         for _ in range(ROUNDS if causes and any(left) else 0):
             moving = [
-                np.maximum(graph.duration[device.event_nodes] - ("imbalance" not in kinds) * device.waited_us, 0.0)
+                np.maximum(graph.duration[: len(device.events)] - ("imbalance" not in kinds) * device.waited_us, 0.0)
                 for device, graph in zip(self.devices, graphs, strict=True)
             ]
-            beside = beside_us(self.devices, times, moving, self.shared if joint else None)
+            beside = beside_us(self.devices, times, moving, joint.event_CR)
             slowed = []
             for i, device in enumerate(self.devices):
                 less = [one.k * (one.beside_us - beside[one.is_comm][i]) for one in left[i]]
                 less_us = np.sum([np.zeros(len(device.events)), *less], axis=0)
-                slowed.append(shorter(changed[i], device.event_nodes, less_us))
+                slowed.append(shorter(changed[i], np.arange(len(less_us)), less_us))
             off = [np.abs(one.duration - other.duration).sum() for one, other in zip(graphs, slowed, strict=True)]
             if all(us <= SETTLED * when.window_us for us, when in zip(off, times, strict=True)):
                 break
@@ -203,7 +195,7 @@ class Ranks:
                 replace(one, duration=(one.duration + other.duration) / 2)
                 for one, other in zip(graphs, slowed, strict=True)
             ]
-            times = replayed(graphs)
+            times = joint.replay(graphs)
         return times
 
     def _changed(self, rank: int, causes: Collection[str]) -> Graph:

@@ -17,7 +17,6 @@ collective takes as long as recorded, waits included. In the graph of all ranks,
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -26,65 +25,48 @@ from .device import Device
 from .replay import DATA, Edges, Floats, Graph, Ints, NodeTimes, edges, ends, merged, replay
 
 
-class SharedCollectives(NamedTuple):
-    """The collectives that several ranks have in common: a row for each collective and rank."""
+def shared_collectives(devices: Sequence[Device], meetings: Sequence[Meeting]) -> Ints:
+    """The numbers of the events of each collective whose events are all on `devices`, -1 for ranks without one.
 
-    rank: Ints
-    """Position of the rank."""
-    event: Ints
-    """Number of its event, where the events of all ranks are numbered one after another."""
-    collective: Ints
-    """Number of the collective."""
-    duration: Floats
-
-    @property
-    def own_us(self) -> Floats:
-        """The duration of the collective from the moment when all ranks have joined."""
-        return self.over_ranks(np.minimum, self.duration)
-
-    def over_ranks(self, combine: np.ufunc, values: np.ndarray) -> np.ndarray:
-        """Combine the values of all ranks. Returns the result of a collective in each of its rows."""
-        found = np.empty(self.collective.max(initial=-1) + 1, values.dtype)
-        found[self.collective] = values
-        combine.at(found, self.collective, values)
-        return found[self.collective]
-
-    def largest(self, values: Sequence[Floats]) -> list[Floats]:
-        """Replace the values of each collective by the largest one of any rank. values: of the events of each rank."""
-        every = np.concatenate(values)
-        every[self.event] = self.over_ranks(np.maximum, every[self.event])
-        return np.split(every, np.cumsum([len(own) for own in values])[:-1])
+    Sends and receives are left out: they have other causes.
+    """
+    places = [
+        {id(device.events[i]): i for i in np.flatnonzero(device.is_comm & ~device.is_point_to_point).tolist()}
+        for device in devices
+    ]
+    event_CR = np.full((len(meetings), len(devices)), -1)
+    for row, meeting in zip(event_CR, meetings, strict=True):
+        found = [places[rank].get(id(event)) for rank, event in zip(meeting.members, meeting.events, strict=True)]
+        if None not in found:
+            row[[*meeting.members]] = found
+    return event_CR[(event_CR >= 0).any(axis=1)]
 
 
-def shared_collectives(devices: Sequence[Device], meetings: Sequence[Meeting]) -> SharedCollectives:
-    """The collectives whose events are all on `devices`. Sends and receives are left out: they have other causes."""
-    first = np.cumsum([0, *(len(device.events) for device in devices)])
-    places = {
-        id(device.events[event]): (rank, int(first[rank]) + event)
-        for rank, device in enumerate(devices)
-        for event in np.flatnonzero(device.is_comm & ~device.is_point_to_point).tolist()
-    }
-    rows = [
-        (*places[id(event)], number)
-        for number, meeting in enumerate(meetings)
-        for event in meeting.events if all(id(other) in places for other in meeting.events)
-    ]  # fmt: skip
-    rank, event, collective = np.array(rows, np.int64).reshape(-1, 3).T
-    durations = np.concatenate([np.empty(0), *(device.duration for device in devices)])
-    return SharedCollectives(rank, event, np.unique(collective, return_inverse=True)[1], durations[event])
+def gathered(event_CR: Ints, values: Sequence[Floats], absent: float) -> Floats:
+    """The values of the events, shape [C, R]. values: of each rank, those of its events first."""
+    columns = zip(values, event_CR.T, strict=True)
+    return np.stack([np.append(own, absent)[events] for own, events in columns], axis=1)
 
 
-def join(devices: Sequence[Device], shared: SharedCollectives) -> None:
+def scattered(event_CR: Ints, value_C: np.ndarray, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The values of the events of each rank, with those of collectives replaced. value_C: the same on all ranks."""
+    found = [np.append(own, own[:1]) for own in values]
+    for own, events in zip(found, event_CR.T, strict=True):
+        own[events] = value_C
+    return [own[:-1] for own in found]
+
+
+def join(devices: Sequence[Device], event_CR: Ints) -> None:
     """Tell each device that has shared collectives how long its transfers take without waits, and who joined last."""
-    own_us = shared.own_us
-    times = np.concatenate([np.empty(0), *(device.duration for device in devices)])
-    last, waited = np.full(len(times), -1, np.int64), np.zeros(len(times))
-    times[shared.event] = own_us
-    joined_last = np.where(shared.duration == own_us, shared.rank, len(devices))
-    last[shared.event] = shared.over_ranks(np.minimum, joined_last)
-    waited[shared.event] = shared.over_ranks(np.maximum, shared.duration) - own_us
-    bounds = np.cumsum([len(device.events) for device in devices])[:-1]
-    for device, *own in zip(devices, *(np.split(every, bounds) for every in (times, last, waited)), strict=True):
+    durations = [device.duration for device in devices]
+    duration_CR = gathered(event_CR, durations, np.inf)
+    own_C, longest_C = duration_CR.min(axis=1), gathered(event_CR, durations, -np.inf).max(axis=1)
+    of_ranks = (
+        scattered(event_CR, own_C, durations),
+        scattered(event_CR, duration_CR.argmin(axis=1), [device.last for device in devices]),
+        scattered(event_CR, longest_C - own_C, [device.longest_wait_us for device in devices]),
+    )
+    for device, *own in zip(devices, *of_ranks, strict=True):
         device.own_us, device.last, device.longest_wait_us = own
 
 
@@ -94,20 +76,23 @@ class JointGraph:
     Raises CycleError if the waits of the ranks for each other form a cycle.
     """
 
-    def __init__(self, devices: Sequence[Device], shared: SharedCollectives, shifts: Sequence[float]):
-        """shifts: what to add to the times of each rank for a common clock (../ranks.py)."""
-        self.recorded, self.shifts = [device.graph for device in devices], shifts
+    def __init__(self, devices: Sequence[Device], event_CR: Ints, shifts: Sequence[float]):
+        """event_CR: the shared collectives. Without any, each rank is alone.
+
+        shifts: what to add to the times of each rank for a common clock (../ranks.py).
+        """
+        self.recorded, self.event_CR, self.shifts = [device.graph for device in devices], event_CR, shifts
         self.first = np.cumsum([0, *(len(graph.start) for graph in self.recorded)])
-        start = np.concatenate([graph.start + shift for graph, shift in zip(self.recorded, shifts, strict=True)])
-        nodes = [first + device.event_nodes for first, device in zip(self.first[:-1], devices, strict=True)]
-        self.joins, self.own_us = np.concatenate(nodes)[shared.event], shared.own_us
-        hub_start = shared.over_ranks(np.maximum, start[self.joins])
+        starts = [graph.start + shift for graph, shift in zip(self.recorded, shifts, strict=True)]
+        start, durations = np.concatenate(starts), [graph.duration for graph in self.recorded]
+        collective, rank = np.nonzero(event_CR >= 0)
+        self.joins = self.first[rank] + event_CR[collective, rank]
+        self.own_us = gathered(event_CR, durations, np.inf).min(axis=1)[collective]
+        hubs = gathered(event_CR, starts, -np.inf).max(axis=1)
         # the lag from hub to move is not 0 if clocks or recorded ends differ a little
-        self.lag = start[self.joins] + shared.duration - self.own_us - hub_start
-        hubs = np.empty(shared.collective.max() + 1)
-        hubs[shared.collective] = hub_start
-        self.start = np.concatenate([start, hubs, hub_start + np.maximum(self.lag, 0.0)])
-        self.hub_of = len(start) + shared.collective
+        self.lag = start[self.joins] + np.concatenate(durations)[self.joins] - self.own_us - hubs[collective]
+        self.start = np.concatenate([start, hubs, hubs[collective] + np.maximum(self.lag, 0.0)])
+        self.hub_of = len(start) + collective
         self.moves = len(start) + len(hubs) + np.arange(len(self.joins))
         self.replay(self.recorded)
 
@@ -121,7 +106,7 @@ class JointGraph:
         recorded = np.concatenate([graph.duration for graph in self.recorded])
         duration[self.moves] = np.maximum(self.own_us + duration[self.joins] - recorded[self.joins], 0.0)
         delay = [_delay(graph, shift) for graph, shift in zip(graphs, self.shifts, strict=True)]
-        is_device = np.concatenate([*(graph.is_device for graph in graphs), more > 0])
+        is_device = np.concatenate([*(graph.is_device for graph in graphs), more == 0])
         times = replay(Graph(is_device, self.start, duration, self._edges(graphs), np.concatenate([*delay, more])))
         times.end[self.joins] = times.end[self.moves]
         bounds = zip(graphs, self.first[:-1], self.first[1:], strict=True)

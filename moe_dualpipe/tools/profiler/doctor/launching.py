@@ -17,7 +17,7 @@ from ..trace import innermost
 from .calls import AT_ONCE
 from .dependencies import LATE
 from .device import COMM, Device, FoundCause, most_costly
-from .replay import SYNC, Floats, Graph, Ints, shorter, without
+from .replay import Floats, Graph, Ints, shorter, without
 
 SHORT = 10.0
 """Microseconds: about the time that one launch takes."""
@@ -42,10 +42,10 @@ def find(device: Device) -> list[FoundCause]:
 
 def _syncs(device: Device, activities: Intervals) -> list[FoundCause]:
     """Calls in which the host waits for the device, outside of other activities."""
-    waits = device.graph.edges
-    rows = np.setdiff1d(np.flatnonzero(waits.kind == SYNC), _waits_in(device, activities))
-    calls = device.waiting_calls[waits.target[rows]]
-    awaited_end = device.call_ends[calls] - waits.lag[rows]
+    rows, calls = device.syncs
+    outside = _us_in_calls(device, activities)[calls] == 0
+    rows, calls = rows[outside], calls[outside]
+    awaited_end = device.call_ends[calls] - device.graph.edges.lag[rows]
     first, known = np.full(len(device.calls) + 1, device.window_us), device.launch >= 0
     np.minimum.at(first, device.launch[known], device.start[known])
     following = np.maximum(np.minimum.accumulate(first[::-1])[::-1][calls + 1], awaited_end)
@@ -64,12 +64,6 @@ def _syncs(device: Device, activities: Intervals) -> list[FoundCause]:
     )  # fmt: skip
 
 
-def _waits_in(device: Device, spans: Intervals) -> Ints:
-    """The edges to calls that wait and are partly inside `spans`."""
-    waits = np.flatnonzero(device.graph.edges.kind == SYNC)
-    return waits[_us_in_calls(device, spans)[device.waiting_calls[device.graph.edges.target[waits]]] > 0]
-
-
 def _us_in_calls(device: Device, spans: Intervals) -> Floats:
     """How much of each call is inside `spans`."""
     before = length_before(spans)
@@ -80,8 +74,8 @@ def _activity(device: Device, key: str, spans: Intervals) -> list[FoundCause]:
     """An activity of the host during which the device had nothing to do."""
     start, end = intersection(spans, device.idle).T
     following = np.minimum(np.searchsorted(device.start, end), len(device.start) - 1)
-    waits = _waits_in(device, spans)
-    change = _host_without(device, spans)
+    rows, calls = device.syncs
+    waits, change = rows[_us_in_calls(device, spans)[calls] > 0], _host_without(device, spans)
     return device.found(
         key, following, lambda graph: without(change(graph), waits), start, end,
         times=plural(len(spans), "time"), spent=union_length(spans),
@@ -145,9 +139,7 @@ def _short_kernels(device: Device) -> list[FoundCause]:
 
 def _waits_at_once(device: Device) -> list[FoundCause]:
     """Segments of a CPU that wait for transfers that they have just started."""
-    waits = device.graph.edges
-    rows = np.flatnonzero(waits.kind == SYNC)
-    calls = device.waiting_calls[waits.target[rows]]
+    rows, calls = device.syncs
     at_once = np.array([device.calls[call].name == AT_ONCE for call in calls.tolist()], bool)
     calls, rows = calls[at_once], rows[at_once]
     start, end = device.call_starts[calls], device.call_ends[calls]

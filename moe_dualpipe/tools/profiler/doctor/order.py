@@ -22,9 +22,8 @@ LEAST = 3
 
 def find(device: Device) -> list[FoundCause]:
     """Find transfers, and computation beside transfers, that wait for unrelated work."""
-    waits, first = device.graph.edges, device.first_event
-    rows = np.flatnonzero(waits.kind == ORDER)
-    source, target = waits.source_node[rows] - first, waits.target[rows] - first
+    rows = np.flatnonzero(device.graph.edges.kind == ORDER)
+    source, target = device.graph.edges.source_node[rows], device.graph.edges.target[rows]
     of_transfers = device.is_comm[source] | device.is_comm[target]
     rows, source, target = rows[of_transfers], source[of_transfers], target[of_transfers]
     shared = _share_queues(device, source, target)
@@ -37,9 +36,9 @@ def find(device: Device) -> list[FoundCause]:
 
 def _delays(device: Device, events: Ints) -> Floats:
     """How long each event waited after it was launched, its stream was free, and its input was ready."""
-    inputs, ready = device.graph.edges.keep(device.graph.edges.kind == ASSUMED), np.zeros(len(device.graph.start))
+    inputs, ready = device.graph.edges.keep(device.graph.edges.kind == ASSUMED), np.maximum(device.ready, 0.0)
     np.maximum.at(ready, inputs.target, device.graph.recorded.end[inputs.source_node])
-    return (device.start - np.maximum(device.ready, ready[device.first_event :]))[events]
+    return (device.start - ready)[events]
 
 
 def _share_queues(device: Device, source: Ints, target: Ints) -> Mask:
@@ -96,9 +95,8 @@ def _late(device: Device, events: Ints, rows: Ints) -> list[FoundCause]:
 
 def _inputs(device: Device, *kinds: int) -> Ints:
     """The last known input of each event; -1 if unknown."""
-    known, first = device.graph.edges.keep(np.isin(device.graph.edges.kind, kinds)), device.first_event
-    found = np.full(len(device.events), -1, np.int64)
-    found[known.target - first] = known.source_node - first
+    known, found = device.graph.edges.keep(np.isin(device.graph.edges.kind, kinds)), np.full(len(device.events), -1)
+    found[known.target] = known.source_node
     return found
 
 
@@ -128,9 +126,9 @@ def _launched_with(graph: Graph, device: Device, rows: Ints, events: Ints, input
 
     A stream does its work in the new order of the launches.
     """
-    nodes, launched, source = device.event_nodes, device.launch.astype(float), graph.edges.source.copy()
-    launches = len(graph.start) + nodes
-    source[launches[events]] = source[launches[inputs]]
+    launched, source, lag = device.launch.astype(float), graph.edges.source.copy(), graph.edges.lag.copy()
+    launches = len(graph.start)  # the edges that follow those to the nodes before
+    source[launches + events] = source[launches + inputs]
     for event in np.flatnonzero(launched < 0).tolist():  # unknown: in its recorded place
         launched[event] = launched[device.previous[event]] if device.previous[event] >= 0 else 0.0
     launched[events] = device.launch[inputs]
@@ -138,10 +136,9 @@ def _launched_with(graph: Graph, device: Device, rows: Ints, events: Ints, input
     previous = np.full(len(order), -1, np.int64)
     before = previous_of(device.stream[order])
     previous[order] = np.where(before >= 0, order[before], -1)
-    moved = (previous != device.previous) & np.isin(device.stream, device.stream[events])
-    source[nodes[moved]] = ends(nodes[previous[moved]])
-    lag = graph.edges.lag.copy()
-    lag[nodes[moved]] = np.where(previous[moved] >= 0, 0.0, -np.inf)
+    moved = np.flatnonzero((previous != device.previous) & np.isin(device.stream, device.stream[events]))
+    source[moved] = ends(previous[moved])
+    lag[moved] = np.where(previous[moved] >= 0, 0.0, -np.inf)
     return without(replace(graph, edges=graph.edges._replace(source=source, lag=lag)), rows)
 
 
@@ -153,7 +150,7 @@ def _early(device: Device, source: Ints, target: Ints, rows: Ints) -> list[Found
         for chunk, at in zip([device.chunks[transfer] for transfer in source], target.tolist(), strict=True)
     ], np.int64)  # fmt: skip
     known = needing >= 0
-    needed = edges(ends(device.event_nodes[source[known]]), device.event_nodes[needing[known]], 0.0, DATA)
+    needed = edges(ends(source[known]), needing[known], 0.0, DATA)
     change = partial(_with_needed, rows=rows, needed=needed)
     return device.found("early-wait", target, change, start - delays, start, costs=delays)
 

@@ -106,7 +106,7 @@ def graph_of_nodes(
     """
     nodes = np.arange(len(start))
     chain = [edges(ends(before), nodes, before_lag, BEFORE), edges(2 * launch, nodes, launch_lag, LAUNCH)]
-    place = _places(start)
+    place = _places(start, is_device)
     found = merged([*chain, others.keep(place[others.source_node] < place[others.target])])
     known = (found.source >= 0) & (place[found.source_node] < place[found.target])
     source = np.where(known, found.source, 0)
@@ -127,9 +127,9 @@ def previous_of(group: Ints) -> Ints:
     return previous
 
 
-def _places(start: Floats) -> Ints:
-    """The place of each node in the order of the starts; at the same time, in the order of their numbers."""
-    return np.argsort(np.argsort(start, kind="stable"))
+def _places(start: Floats, is_device: Mask) -> Ints:
+    """The place of each node in the order of the starts; at the same time, the host's first, and by their numbers."""
+    return np.argsort(np.lexsort((is_device, start)))
 
 
 def order_of(graph: Graph) -> list[int]:
@@ -137,9 +137,9 @@ def order_of(graph: Graph) -> list[int]:
 
     Raises CycleError if nodes wait for each other.
     """
-    order = np.argsort(graph.start, kind="stable").tolist()
+    order = np.lexsort((graph.is_device, graph.start)).tolist()
     used = graph.edges.keep(graph.edges.lag > -np.inf)
-    place = _places(graph.start)
+    place = _places(graph.start, graph.is_device)
     if (place[used.source_node] < place[used.target]).all():
         return order
     sorter = TopologicalSorter(dict.fromkeys(order, ()))

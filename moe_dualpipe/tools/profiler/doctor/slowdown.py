@@ -15,8 +15,8 @@ from ....messages import plural
 from ..categories import COPY_ENGINE, category_of
 from ..intervals import length_before, union
 from .device import COMPUTE, Device, FoundCause
-from .joint import SharedCollectives
-from .replay import Floats, NodeTimes
+from .joint import gathered, scattered
+from .replay import Floats, Ints, NodeTimes
 from .transfers import LEAST, LONG, same_kind
 
 SHORTEST = 10.0
@@ -52,8 +52,8 @@ class Slowdown(NamedTuple):
         return self.k * self.beside_us
 
 
-def slowdowns_of(devices: Sequence[Device], shared: SharedCollectives) -> list[list[Slowdown]]:
-    """How much transfers and computation slow each other down on each device."""
+def slowdowns_of(devices: Sequence[Device], shared: Ints) -> list[list[Slowdown]]:
+    """How much transfers and computation slow each other down on each device. shared: collectives (joint.py)."""
     own_us = [device.own_us for device in devices]
     beside = beside_us(devices, [device.graph.recorded for device in devices], own_us, shared)
     found = [[slowdown_of(device, kind, beside[kind][i]) for kind in beside] for i, device in enumerate(devices)]
@@ -61,7 +61,7 @@ def slowdowns_of(devices: Sequence[Device], shared: SharedCollectives) -> list[l
 
 
 def beside_us(
-    devices: Sequence[Device], times: Sequence[NodeTimes], moving: Sequence[Floats], shared: SharedCollectives | None
+    devices: Sequence[Device], times: Sequence[NodeTimes], moving: Sequence[Floats], shared: Ints
 ) -> dict[bool, list[Floats]]:
     """For how long each event of one kind runs beside the other kind; 0 for others. For transfers, and for computation.
 
@@ -70,14 +70,13 @@ def beside_us(
     """
     found: dict[bool, list[Floats]] = {True: [], False: []}
     for device, when, us in zip(devices, times, moving, strict=True):
-        start, end = when.start[device.first_event :], when.end[device.first_event :]
+        start, end = when.start[: len(device.events)], when.end[: len(device.events)]
         for is_comm, of_ranks in found.items():
             others = device.is_comm != is_comm
             before = length_before(union(np.stack([start, end], axis=1)[others]))
             of_ranks.append(np.where(others, 0.0, before(end) - before(end - us)))
-    if shared is not None:
-        found[True] = shared.largest(found[True])
-    return found
+    longest = gathered(shared, found[True], 0.0).max(axis=1)
+    return found | {True: scattered(shared, longest, found[True])}
 
 
 def slowdown_of(device: Device, is_comm: bool, beside_us: Floats) -> Slowdown | None:
@@ -130,7 +129,7 @@ def _fit(share: Floats, speed: Floats, least: float) -> tuple[float, float, int]
 def cause_of(device: Device, slowdown: Slowdown) -> FoundCause:
     """Transfers that are slower beside computation, or computation that is slower beside transfers."""
     events, excess = np.flatnonzero(slowdown.excess_us), slowdown.excess_us
-    copied = [category_of(event, "comm") == COPY_ENGINE for event in device.events]
+    copied = [category_of(event) == COPY_ENGINE for event in device.events]
     # By time: a backend that copies also has kernels, which pack messages.
     by_copies = 2 * device.own_us[device.is_comm & copied].sum() > device.own_us[device.is_comm].sum()
     [found] = device.longer(

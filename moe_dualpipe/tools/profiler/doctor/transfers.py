@@ -127,7 +127,7 @@ def _small(device: Device) -> list[FoundCause]:
         return []
     launches, own = device.launch[further], device.own_us[further]
     change = partial(
-        _joined_with_previous, calls=device.call_nodes[launches[launches >= 0]], nodes=device.event_nodes[further],
+        _joined_with_previous, calls=device.call_nodes[launches[launches >= 0]], nodes=further,
         moving=elements[further] / LEAST_RATE,
     )  # fmt: skip
     return device.found("small-messages", further, change, each=np.median(own), together=own.sum())
@@ -146,7 +146,7 @@ def _pipeline(device: Device) -> list[FoundCause]:
     waits, events = device.graph.edges, np.flatnonzero(device.is_point_to_point)
     start, end = device.start[events], device.end[events]
     exposed = union_length(intersection(union(np.stack([start, end], axis=1)), device.gaps))
-    awaited = np.isin(waits.kind, (DATA, SYNC)) & np.isin(waits.source_node, device.event_nodes[events])
+    awaited = np.isin(waits.kind, (DATA, SYNC)) & np.isin(waits.source_node, events)
     rows = np.flatnonzero(awaited)
     return device.found("exposed-pipeline", events, partial(without, rows=rows), cost_us=exposed)
 
@@ -161,7 +161,7 @@ def _copies(device: Device) -> list[FoundCause]:
         start, end = device.start[events], device.end[events]
         costs = exposed(end) - exposed(start)
         found += device.found(
-            key, events, partial(shorter, nodes=device.event_nodes[events], us=costs), costs=costs,
+            key, events, partial(shorter, nodes=events, us=costs), costs=costs,
             places=[copy_name(device.events[event]) for event in events.tolist()],
             size=sum(device.events[event].bytes for event in events.tolist()),
         )  # fmt: skip
@@ -201,7 +201,7 @@ def find_nothing_else(
         if key == "sum-at-end" and cost < _BUCKETS * device.duration[sums].sum():
             key = "sum-at-end/last bucket"
         independent = key in ("sum-at-end", "exposed-weights")  # of the computation before or after them
-        change = partial(shorter, nodes=device.event_nodes[events], us=costs) if independent else None
+        change = partial(shorter, nodes=events, us=costs) if independent else None
         [one] = device.found(
             key, events, change, costs=costs, cost_us=cost, transfers=plural(len(events), "transfer"),
             place=device.place(worst), behind=device.launched_behind(worst),
@@ -251,7 +251,6 @@ def _before_update(device: Device, event: int) -> bool:
 
 def _still_exposed(device: Device, transfers: Ints, repaired: NodeTimes) -> float:
     """How long nothing is computed during these transfers without the other causes."""
-    first = device.first_event
-    spans = np.stack([repaired.start[first:], repaired.end[first:]], axis=1)
+    spans = np.stack([repaired.start, repaired.end], axis=1)[: len(device.events)]
     chosen = union(spans[transfers])
     return union_length(chosen) - union_length(intersection(chosen, union(spans[~device.is_comm])))

@@ -8,8 +8,6 @@ from functools import cached_property
 import numpy as np
 
 from ....overlap.labels import SUM_GRADIENTS, WEIGHTS, letter_of
-from ..communication import Names
-from ..phases import Phases
 from ..trace import CLOCK, Trace
 from .calls import LONG_CALL, calls_of_cpu, calls_of_gpu, queued_waits
 from .replay import Floats, Ints, Mask, previous_of
@@ -25,14 +23,14 @@ _FULL_QUEUE = 900  # launches block when about 1,000 are queued
 
 
 class View:
-    """In the graph of the device (dependencies.py), nodes are numbered: the ends of waits, the calls, the events."""
+    """In the graph of the device (dependencies.py), nodes are numbered: the events, the ends of waits, the calls."""
 
-    def __init__(self, trace: Trace, names: Names):
-        """trace: with the events of this device only."""
+    def __init__(self, trace: Trace):
+        """trace: from `as_device`, with the events of this device only."""
         every = sorted(trace.device_events, key=lambda event: (event.start, event.end))
-        self.trace, self.phases, self.events = trace, Phases(trace, names), every[:MOST_EVENTS]
+        self.trace, self.events = trace, every[:MOST_EVENTS]
         self.is_cpu, self.origin = self.events[0].device == "cpu", self.events[0].start
-        self.kind: Ints = np.array([_KINDS[names.kind_of(event)] for event in self.events], np.int64)
+        self.kind: Ints = np.array([_KINDS[event.kind] for event in self.events], np.int64)
         self.start: Floats = np.array([event.start for event in self.events]) - self.origin
         self.end: Floats = np.array([event.end for event in self.events]) - self.origin
         streams: dict[str, int] = {}
@@ -137,20 +135,15 @@ class View:
 
     @cached_property
     def waiting_calls(self) -> Ints:
-        """The calls that waited for an event. In the graph, node i is the end of call `waiting_calls[i]`."""
+        """The calls that waited for an event."""
         return np.flatnonzero(self.awaited >= 0)
+
+    @property
+    def wait_nodes(self) -> Ints:
+        """The node of the end of each of `waiting_calls`."""
+        return len(self.events) + np.arange(len(self.waiting_calls))
 
     @property
     def call_nodes(self) -> Ints:
         """The node of each call."""
-        return len(self.waiting_calls) + np.arange(len(self.calls))
-
-    @property
-    def first_event(self) -> int:
-        """The node of the first event."""
-        return len(self.waiting_calls) + len(self.calls)
-
-    @property
-    def event_nodes(self) -> Ints:
-        """The node of each event."""
-        return self.first_event + np.arange(len(self.events))
+        return len(self.events) + len(self.waiting_calls) + np.arange(len(self.calls))

@@ -23,10 +23,11 @@ from ....overlap.labels import letter_of
 from ...drawing.figures import new_figure, plain_text, save_figure
 from ...drawing.timeline import COLORS as COLORS_OF_LETTERS
 from ...drawing.timeline import LABELS
-from ..communication import Kind
+from ..categories import category_of
 from ..intervals import Intervals, as_intervals, length_before, union
+from ..trace import DeviceEvent, Kind
 from .perfetto import write_perfetto
-from .picture import LANES, Picture, Slice, Work, runs
+from .picture import LANES, Picture, Slice, runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,7 +71,7 @@ def lanes_figure(pictures: Sequence[Picture], note: str = "") -> "Figure":
     note: a line below them. Lanes in which no device has work are left out.
     """
     used: list[Kind] = [kind for kind in LANES if kind == "compute" or any(one.of_kind(kind) for one in pictures)]
-    letters = any(letter_of(one.phase) for picture in pictures for one in picture.work)
+    letters = any(letter_of(one.part) for picture in pictures for one in picture.work)
     end = max(picture.end_us for picture in pictures)
     height = 0.25 + 0.55 * sum(LANES[kind][1] for kind in used)
     figure = new_figure(9.0, 0.4 + height * len(pictures))
@@ -84,12 +85,12 @@ def lanes_figure(pictures: Sequence[Picture], note: str = "") -> "Figure":
     return figure
 
 
-def style_of(work: Work, letters: bool) -> str:
-    """The color of work, as it is called in the legend."""
+def style_of(event: DeviceEvent, letters: bool) -> str:
+    """The color of an event, as it is called in the legend."""
     if letters:
-        return LABELS.get(letter_of(work.phase) or "", OTHER)
-    of_kind = {"comm": HIDDEN, "copy": COPIES}
-    return of_kind.get(work.kind, work.category if work.category in CATEGORY_COLORS else OTHER)
+        return LABELS.get(letter_of(event.part) or "", OTHER)
+    category = category_of(event)
+    return {"comm": HIDDEN, "copy": COPIES}.get(event.kind, category if category in CATEGORY_COLORS else OTHER)
 
 
 def _draw(axes: "Axes", picture: Picture, end: float, used: Sequence[Kind], letters: bool) -> set[str]:
@@ -118,11 +119,11 @@ def _draw(axes: "Axes", picture: Picture, end: float, used: Sequence[Kind], lett
     return seen
 
 
-def _times(work: Sequence[Work], letters: bool, edges: np.ndarray) -> np.ndarray:
+def _times(work: Sequence[DeviceEvent], letters: bool, edges: np.ndarray) -> np.ndarray:
     """How long each style runs in each pixel, shape [styles, pixels]."""
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for one in work:
-        spans[style_of(one, letters)].append((one.event.start, one.event.end))
+        spans[style_of(one, letters)].append((one.start, one.end))
     busy: list[Intervals] = [union(as_intervals(spans[style])) for style in _STYLES]
     return np.stack([np.diff(length_before(own)(edges)) for own in busy])
 
@@ -137,7 +138,9 @@ def _add_pixels(axes: "Axes", styles: np.ndarray, opacity: np.ndarray, end: floa
     axes.imshow(pixels[np.newaxis], extent=(0, end / 1e3, bottom, top), interpolation="nearest", aspect="auto")
 
 
-def _add_labels(axes: "Axes", picture: Picture, work: Sequence[Work], end: float, bottom: float, top: float) -> None:
+def _add_labels(
+    axes: "Axes", picture: Picture, work: Sequence[DeviceEvent], end: float, bottom: float, top: float
+) -> None:
     """Name the phases or kernels of one lane, where a name fits; shorten long ones."""
     inch, boxes = end / _LANE_INCHES, list[Slice]()
     for run in sorted(runs(work, end / 400)):  # those of other streams, too, are one box

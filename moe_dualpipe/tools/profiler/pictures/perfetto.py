@@ -17,8 +17,10 @@ from typing import Any
 import msgspec
 
 from ....messages import printable
+from ..categories import category_of
 from ..reading.chrome import WRITTEN_BY
-from .picture import LANES, Picture, Slice, Work, runs
+from ..trace import DeviceEvent
+from .picture import LANES, Picture, Slice, runs
 
 _MOST_ROWS = 1000  # of a device
 
@@ -71,18 +73,17 @@ def _rows(picture: Picture) -> Iterator[tuple[str, list[Slice]]]:
         }) for cause in picture.verdicts
     ]  # fmt: skip
     for kind, (lane, _) in LANES.items():
-        named = [one for one in picture.of_kind(kind) if one.phase]
+        named = [one for one in picture.of_kind(kind) if one.part]
         yield f"{lane}, phases", [*runs(named, float("inf"))]
     streams: dict[str, list[Slice]] = defaultdict(list)
-    for one in picture.work:
-        streams[one.event.stream].append(_slice(one))
+    for event in picture.work:
+        streams[event.stream].append(_slice(event))
     yield from ((f"stream {stream}", slices) for stream, slices in streams.items())
 
 
-def _slice(work: Work) -> Slice:
+def _slice(event: DeviceEvent) -> Slice:
     """A kernel, copy or transfer, with all that the trace says about it."""
-    event = work.event
     known = {} if event.collective is None else event.collective._asdict()
-    facts = {"phase": work.phase, **known, "bytes": event.bytes}
+    facts = {"phase": event.part, **known, "bytes": event.bytes}
     shown = {key: value for key, value in facts.items() if value not in (None, "", (), 0)}
-    return Slice(event.start, event.end, event.name, {"category": work.category, **shown})
+    return Slice(event.start, event.end, event.name, {"category": category_of(event), **shown})

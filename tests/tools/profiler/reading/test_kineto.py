@@ -18,7 +18,7 @@ def test_work_of_a_device(tmp_path):
     copy["args"] |= {"bytes": 640, "grid": "wide"}
     elsewhere = {"ph": "X", "cat": "hpu_op", "name": "g", "ts": "5.5", "dur": "2", "pid": 3, "tid": 4, "args": None}
     trace = read(tmp_path, kernel("gemm", 10, 30, 7, 5, grid=(2, 3, 4)), copy, elsewhere)
-    assert trace.device_events == [
+    assert [event[:10] for event in trace.device_events] == [
         ("gemm", "kernel", 10, 40, "0", "7", 5, 24, 0, None),
         ("Memcpy HtoD", "gpu_memcpy", 3, 7, "1", "8", 6, 0, 640, None),
         ("g", "kernel", 5.5, 7.5, "3", "4", None, 0, 0, None),

@@ -7,8 +7,8 @@ from contextlib import closing
 import pytest
 
 from moe_dualpipe.cli import main
-from moe_dualpipe.tools.profiler import TraceError, analyze, read_trace, read_traces
-from moe_dualpipe.tools.profiler.phases import Phases
+from moe_dualpipe.tools.profiler import NAMES, TraceError, analyze, read_trace, read_traces
+from moe_dualpipe.tools.profiler.host import as_device
 from tests.support import traces
 from tests.support.nsys_files import (
     DOMAIN,
@@ -77,7 +77,7 @@ def test_processes_have_their_own_correlation_ids(tmp_path):
     }  # fmt: skip
     every = read_ranks(tmp_path, **tables)
     assert [(trace.label, trace.rank) for trace in every] == [("process 100", None), ("process 70000", None)]
-    places = [(e.device, Phases(trace).phase_of(e)) for trace in every for e in trace.device_events]
+    places = [(e.device, e.phase) for trace in every for e in as_device(trace, NAMES).device_events]
     assert places == [("0", "first"), ("0", ""), ("1", "second")]
     calls = [trace.launches[e.correlation or 0] for trace in every for e in trace.device_events]
     assert [(one.start, one.thread[1]) for one in calls] == [(1.0, "1"), (0.0, "1"), (2.0, "2")]
