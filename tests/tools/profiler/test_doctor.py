@@ -26,13 +26,14 @@ from moe_dualpipe.tools.profiler.doctor.replay import (
     without,
 )
 from moe_dualpipe.tools.profiler.doctor.slowdown import cause_of, slowdown_of
+from moe_dualpipe.tools.profiler.files import analyze_files
 from moe_dualpipe.tools.profiler.host import as_device
 from moe_dualpipe.tools.profiler.ranks import compare_traces
 from tests.support.diagnosed import case_of, gain_of, verdicts_of
 from tests.support.faults import FAULTS, run, write_traces
 from tests.support.faults.jobs import moe_training
 from tests.support.faults.program import Await, Collective, Item, Job, Kernel, Machine, Python, Record, poll
-from tests.support.traces import kernel, launch, write
+from tests.support.traces import annotation, kernel, launch, write
 
 
 @st.composite
@@ -259,3 +260,22 @@ def test_copy_engines_are_advised_only_if_transfers_do_not_use_them(name, catego
     case = case_of(write(tmp_path / "t.json", events))
     found = slowdown_of(case, False, np.array([0.0] * 4 + [150.0] * 4 + [0.0] * 2))
     assert found and ("or copy engines" in cause_of(case, found).verdict.remedy) == advised
+
+
+def test_what_all_transfers_share_is_found_once(tmp_path, monkeypatch):
+    """A trace can have 50,000 transfers: looking at all events for each of them would take hours."""
+    found, spans = [], Device.spans
+    for number in (20, 40):
+        events = [annotation(f"attn{i % 7}(F)", 4 * i, 4) for i in range(number)]
+        for i in range(2 * number):
+            name, stream = (("gemm", 7), ("ncclDevKernel_AllToAll", 8))[i % 2]
+            events += [launch(i, 2 * i), kernel(name, 200 * i + 9, 199, stream, i)]
+        calls = []
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                Device, "spans", lambda device, *kinds, calls=calls: calls.append(kinds) or spans(device, *kinds)
+            )
+            files = analyze_files([write(tmp_path / f"{number}.json", events)])
+        assert "nothing-to-overlap" in {verdict.kind for verdict in files.devices[0].analysis.verdicts}
+        found.append(len(calls))
+    assert found[0] == found[1]

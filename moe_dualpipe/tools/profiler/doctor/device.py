@@ -48,6 +48,11 @@ class Device(View):
         return np.isin(kinds, ("send", "recv"))
 
     @cached_property
+    def computing(self) -> Ints:
+        """The events that compute, in order."""
+        return np.flatnonzero(self.kind == COMPUTE)
+
+    @cached_property
     def gaps(self) -> Intervals:
         """When nothing was computed or copied."""
         return self.outside(COMPUTE, COPY)

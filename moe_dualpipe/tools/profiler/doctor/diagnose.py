@@ -22,7 +22,7 @@ from ..intervals import EMPTY, Intervals, intersection, union, union_length
 from ..ranks import RankComparison
 from ..trace import Trace
 from . import launching, order, transfers
-from .device import COMPUTE, Device, FoundCause
+from .device import Device, FoundCause
 from .joint import JointGraph, join, shared_collectives
 from .replay import Graph, NodeTimes, shorter
 from .slowdown import beside_us, cause_of, slowdowns_of
@@ -89,7 +89,7 @@ def _diagnosis(
 
 def _repaired_gaps(device: Device, repaired: NodeTimes) -> Intervals:
     """The gaps without computation that are at most half as long in a replay without all causes."""
-    events = np.flatnonzero(device.kind == COMPUTE)
+    events = device.computing
     start, end = repaired.start[events], repaired.end[events]
     recorded = np.maximum.accumulate(device.end[events])
     order = np.argsort(start, kind="stable")

@@ -183,9 +183,9 @@ def find_nothing_else(
     kinds = np.array([kind_of_collective(event) for event in device.events])
     labeled = np.array([label.startswith(SUM_GRADIENTS) for label in device.labels], bool)
     sums = device.is_comm & labeled if labeled.any() else kinds == "all_reduce"
-    by_key: dict[str, list[int]] = defaultdict(list)
+    by_key, lacking = defaultdict[str, list[int]](list), _what_lacks(device)
     for event in np.flatnonzero(transfers).tolist():
-        by_key[_purpose(device, event, str(kinds[event]))].append(event)
+        by_key[_purpose(device, event, str(kinds[event])) or lacking].append(event)
     found, small = list[FoundCause](), by_key.pop(OTHERWISE, [])
     for key, chosen in (*by_key.items(), (OTHERWISE, small)):
         events = np.sort(np.array(chosen, np.int64))
@@ -227,7 +227,7 @@ def _gaps_until_transfers(device: Device) -> Intervals:
 
 def _purpose(device: Device, event: int, kind: str) -> str:
     """The cause of an exposed transfer, which depends on what it is for. Labels tell; in a run without labels, the kind
-    of the collective."""
+    of the collective. "": it is for a micro-batch."""
     label = device.labels[event]
     if label.startswith(SUM_GRADIENTS):
         return "sum-at-end"
@@ -237,6 +237,11 @@ def _purpose(device: Device, event: int, kind: str) -> str:
         return "sum-at-end"
     if device.chunks[event] is None and (device.has_labels or kind != "all_to_all"):
         return OTHERWISE
+    return ""
+
+
+def _what_lacks(device: Device) -> str:
+    """The cause of the exposed transfers of micro-batches."""
     hidden = union_length(intersection(device.spans(COMM), device.spans(COMPUTE, COPY)))
     interleaved = {"F", "B"} <= {*device.chunks} and hidden > _INTERLEAVED * union_length(device.spans(COMM))
     return f"nothing-to-overlap/{'interleaved' if interleaved else 'one chunk'}"
@@ -244,7 +249,7 @@ def _purpose(device: Device, event: int, kind: str) -> str:
 
 def _before_update(device: Device, event: int) -> bool:
     """Whether nothing but the optimizer computes after a transfer."""
-    computing = np.flatnonzero(device.kind == COMPUTE)
+    computing = device.computing
     after = int(np.searchsorted(device.start[computing], device.end[event] - CLOCK))
     return after == len(computing) or category_of_kernel(device.events[computing[after]].name) == "optimizer"
 

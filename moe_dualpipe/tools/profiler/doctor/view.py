@@ -74,7 +74,7 @@ class View:
     def duration(self) -> Floats:
         return self.end - self.start
 
-    @property
+    @cached_property
     def may_wait(self) -> Mask:
         """Whether the host may have queued a wait for another stream before each event."""
         return (self.num_waits != 0) | (self.launch < 0)
