@@ -48,7 +48,7 @@ def copy_compiled(x: Tensor) -> Tensor:
 
 
 def opaque(like: Callable[..., Any]) -> Callable[[F], F]:
-    """Hide a function from torch.compile, which calls it as one operator. For what its trace cannot show.
+    """Hide a function from torch.compile, which calls it as one operator. For code that it cannot trace.
 
     The function takes annotated positional tensors and numbers, and returns new tensors. like: returns empty ones of
     the same shapes, dtypes and strides.

@@ -1,14 +1,15 @@
 """Products of fp32 matrices on a CPU: in the library that torch calls (MKL on x86), or in oneDNN.
 
 Torch is built with both. MKL chooses code by the vendor of the CPU, and uses AVX-512 on Intel alone. oneDNN goes by the
-instructions that the CPU has. Zen 4 multiplies 512 bits in two halves, so there MKL's AVX2 is as fast. Torch calls
-oneDNN for fp32 matrices if `torch.backends.mkldnn.matmul.fp32_precision` permits rounding to bf16. Without AMX, oneDNN
-does not round; `choose_products` checks this. The permission is given around our products alone, because attention is
-slower in oneDNN. Meanwhile, it holds for other threads as well.
+instructions that the CPU has. Zen 4 multiplies 512 bits in two halves, so there AVX2 (MKL) is as fast as AVX-512.
 
-The library follows from CPU, dtype, sizes and options, never from a measurement, so every run has the same bits. For
-each new shape oneDNN generates code, which takes longer than a small product. So each expert's number of rows is
-rounded (`rows_step`). In 16 bits torch always uses oneDNN, and in fp64 never.
+Torch calls oneDNN for fp32 matrices if `torch.backends.mkldnn.matmul.fp32_precision` permits rounding to bf16. Without
+AMX, oneDNN does not round; `choose_products` checks this. The permission is given around our products alone, because
+attention is slower in oneDNN. Meanwhile, it holds for other threads as well.
+
+CPU, dtype, sizes and options decide the library, never a measurement, so runs on one CPU have the same bits. For each
+new shape oneDNN generates code, which takes longer than a small product. So each expert's number of rows is rounded
+(`rows_step`). In 16 bits torch always uses oneDNN, and in fp64 never.
 
 M rows, I input width, O output width.
 """

@@ -1,9 +1,9 @@
 """Fit the planner's constants to published runs, and measure the error on runs that took no part in the fit.
 
-Each configuration has one vote, however often it was published. The causes of the difference (constants.py) are fitted
-together by ridge regression of log(measured / predicted), with Huber's weights, so that outliers count little. A family
-of models counts as the square root of its configurations. The seconds that a CPU takes for a launch are the candidate
-with which families are predicted best that took no part in the fit.
+All runs of a configuration share one vote, and a family of models with n votes weighs sqrt(n) in the fit. The causes of
+the difference (constants.py) are fitted together by ridge regression of log(measured / predicted), with Huber's
+weights, so that outliers count little. The seconds that a CPU takes for a launch are the candidate that best predicts
+families that are left out of the fit.
 """
 
 import math
@@ -121,7 +121,7 @@ def _constants(points: Sequence[Point], host: float) -> dict[str, Any]:
 
 
 def _weights(points: Sequence[Point]) -> np.ndarray:
-    """The votes of a family count as their square root together."""
+    """A family with n votes weighs sqrt(n)."""
     families: Counter[str] = Counter()
     for point in points:
         families[point.row.family] += point.vote  # pyright: ignore[reportArgumentType]
@@ -129,7 +129,7 @@ def _weights(points: Sequence[Point]) -> np.ndarray:
 
 
 def _solve(points: Sequence[Point], host: float) -> tuple[float, dict[str, float]]:
-    """The mean and the causes."""
+    """The mean logarithm, and that of each cause."""
     names = sorted({name for point in points for name in point.names})
     columns = np.array([[1.0, *(name in point.names for name in names)] for point in points])
     weights = _weights(points)

@@ -45,10 +45,11 @@ KERNELS = {"gqa": 10, "mla": 20, "dense": 5, "experts": 22, "shared": 5}
 """Launches of a forward in 16 bits, apart from the products of attention; a backward has twice as many. mla has more
 than gqa: two latents are split and normalized, and a part of each query and key is rotated and joined to the rest."""
 DISPATCH_LAUNCHES = {"all_to_all": 28, "deepep": 18, "hybrid": 8}
-"""Launches to dispatch and combine, besides KERNELS (megatron/core/transformer/moe/token_dispatcher.py). all_to_all: 8
-to sum and gather counts, 4 to copy them to the CPU, 5 to permute, 3 to transfer rows and weights, 7 to sort the rows by
-expert and back, 1 to join. DeepEP needs no counts of other ranks. HybridEP permutes in the kernels that transfer; a
-rank that has all experts permutes in about as many."""
+"""Launches of a forward to dispatch and combine, besides KERNELS. all_to_all is counted in Megatron-LM's code
+(megatron/core/transformer/moe/token_dispatcher.py): 8 to sum and gather counts, 4 to copy them to the CPU, 5 to
+permute, 3 to transfer rows and weights, 7 to sort the rows by expert and back, 1 to join. The others are rougher:
+DeepEP needs no counts of other ranks, and HybridEP permutes while it transfers. A rank with all experts takes those of
+HybridEP."""
 ROUTER = 10
 """Launches of the router and before dispatch, among those of the experts. Partial CUDA graphs replay them."""
 EXPERT_LAUNCH = 0.2
@@ -61,7 +62,7 @@ kernels (`_apply_bias` in megatron/core/transformer/moe/experts.py). The forward
 for the sum, 8 to join the experts, 6 to round. The backward moves 40: 12 for casts, 4 to join, and 24 for the gradients
 of the bias and of the weight."""
 FUSED_BYTES = 2
-"""Bytes that a fused kernel writes for each inner activation of an expert: in 8 bits, and the transposed copy."""
+"""Bytes that a fused kernel writes for each inner activation of an expert: 1, and 1 for the transposed copy."""
 NEVER_CAST = ("router", "shared_gate")
 """Products in 16 bits, even in a run with 8."""
 NARROW_HEADS = 0.5

@@ -158,7 +158,7 @@ class Workload:
     def fused_activation(self) -> bool:
         """Whether the kernel of the experts' first product also applies SwiGLU and rounds the result.
 
-        So do runs in mxfp8 with CUDA graphs of whole steps in recipes of NVIDIA-NeMo/Megatron-Bridge@v0.5.0
+        True in mxfp8 with full CUDA graphs, as in recipes of NVIDIA-NeMo/Megatron-Bridge@v0.5.0
         (`cutedsl_fused_grouped_mlp`; the kernel is from NVIDIA/TransformerEngine#2622).
         """
         return self.cuda_graphs == "full" and self.precision == "mxfp8"
