@@ -79,7 +79,7 @@ def read_text(path: Path) -> str:
 
 
 def read_texts(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The texts of the files in a folder that are there, by name. Errors: as in `read_text`."""
+    """Read those of the named files that exist in the folder: name -> text. Errors: as in `read_text`."""
     return {name: read_text(folder / name) for name in names if (folder / name).is_file()}
 
 

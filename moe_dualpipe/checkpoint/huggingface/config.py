@@ -150,6 +150,7 @@ def canonical(model: ModelConfig) -> ModelConfig:
 
 
 def _number(config: Mapping[str, Any], key: str, default: Any = REQUIRED) -> int:
+    """A whole number, checked like that of the option num_experts."""
     return _value(config, JsonKey(key, "num_experts", default, null=True))
 
 
