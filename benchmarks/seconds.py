@@ -9,7 +9,7 @@
                              token of `tiny` passes through
     ours, mixture            `tiny`, the same
     ..., AdamW               ours, with AdamW
-    ... of another size      other mixtures (VARIANTS), most with the same active parameters
+    ... of another kind      other models (VARIANTS), most with the same active parameters
     balanced by 0.0, 0.03    `tiny` whose router biases move by this much in a step, instead of 0.003
 
 All are trained by characters on the same sequences in the same order, with the same warm-up, cosine and clipping, and
@@ -50,6 +50,7 @@ NANOGPT = 116.0, 1.889
 2,000 steps of 12 x 64 characters (github.com/karpathy/nanoGPT, README; its seconds were measured on another CPU)."""
 TINY = PRESETS["tiny"]
 DENSE = replace(TINY, num_dense_layers=TINY.num_layers)
+NORMS = "query and key norms"
 
 
 def _mixture(num_experts: int, expert_size: int, experts_per_token: int, num_shared: int) -> ModelConfig:
@@ -68,8 +69,10 @@ VARIANTS = {
     "16 experts of 64, top-4, 2 shared": _mixture(16, 64, 4, 2),
     "32 experts of 64, top-4, 2 shared": _mixture(32, 64, 4, 2),
     "softmax scores": replace(TINY, router_score="softmax"),
+    f"dense, {NORMS}": replace(DENSE, qk_norm="head"),
+    f"4 experts in each layer, top-3, {NORMS}": replace(_mixture(4, 128, 3, 0), qk_norm="head", num_dense_layers=0),
 }
-"""Other mixtures whose tokens pass through as many parameters as those of `tiny`; "4 experts", through a third more."""
+"""Other models whose tokens pass through as many parameters as those of `tiny`; "4 experts, top-1", a third more."""
 BIAS_RATES = (0.0, 0.03)
 """Other rates of balancing than that of `tiny`, 0.003."""
 

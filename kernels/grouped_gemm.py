@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from .backend import Kernels, aligned, check_contiguous, check_contiguous_rows, forbid_double_backward, use_triton
 from .fuse import is_traced, opaque
 from .linear import apply_autocast, compute_or_defer, grad_dtype
-from .products import chosen_library, in_onednn, rows_step
+from .products import chosen_library, generates_code, in_onednn, rows_step
 from .weight_grads import WeightGrads
 
 
@@ -128,11 +128,12 @@ def _grouped_mm_reference(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
 
     a [M, I] and b [E, I, O] give [M, O]. a [I, M] and b [M, O] give [E, I, O], which is zero for experts without rows.
     """
+    rounded = generates_code(a) and not torch.is_grad_enabled()  # what is written in place has no second derivative
     grouped = a.dtype in (torch.bfloat16, torch.float16, torch.float32) and not in_onednn(a)
-    if grouped and _fits_grouped_mm(a) and _fits_grouped_mm(b):
+    if grouped and not rounded and _fits_grouped_mm(a) and _fits_grouped_mm(b):
         return F.grouped_mm(a, b, offs=ends_E.contiguous()).contiguous()
     ends = ends_E.tolist()
-    if in_onednn(a) and not torch.is_grad_enabled():  # what is written in place has no second derivative
+    if rounded:
         return _grouped_mm_onednn(a, b, ends)
     y = _like_grouped_mm(a, b, ends_E)
     for e, (start, end) in enumerate(pairwise([0, *ends])):
@@ -150,6 +151,11 @@ def _grouped_mm_onednn(a: Tensor, b: Tensor, ends: list[int]) -> Tensor:
     experts = [(start, end, rows_step(end - start)) for start, end in pairwise([0, *ends])]
     if b.ndim == 2:
         y_EIO = a.new_empty(len(ends), len(a), b.shape[1])
+        if a.dtype != torch.float32:  # a sum of two products would be rounded twice: rows of zeros are appended
+            for y_IO, (start, end, step) in zip(y_EIO, experts, strict=True):
+                rows = [F.pad(t[start:end], (0, 0, 0, (start - end) % step)) for t in (a.mT, b)]
+                torch.mm(rows[0].mT, rows[1], out=y_IO)
+            return y_EIO
         parts = [
             (y_IO, start, end - (end - start) % step, end)
             for y_IO, (start, end, step) in zip(y_EIO, experts, strict=True)

@@ -9,7 +9,8 @@ attention is slower in oneDNN. Meanwhile, it holds for other threads as well.
 
 CPU, dtype, sizes and options decide the library, never a measurement, so runs on one CPU have the same bits. For each
 new shape oneDNN generates code, which takes longer than a small product. So each expert's number of rows is rounded
-(`rows_step`). In 16 bits torch always uses oneDNN, and in fp64 never.
+(`rows_step`). In 16 bits torch always uses oneDNN, and in fp64 never. With AMX, code for a new shape in bf16 took
+1.8 ms, and the product of 200 x 256 x 128 itself 0.06 ms.
 
 M rows, I input width, O output width.
 """
@@ -106,6 +107,11 @@ def use_products(library: Library) -> None:
 def in_onednn(x: Tensor) -> bool:
     """Whether oneDNN multiplies rows like `x`, if there are enough."""
     return _library == "onednn" and x.dtype == torch.float32 and x.device.type == "cpu"
+
+
+def generates_code(x: Tensor) -> bool:
+    """Whether oneDNN, which generates code for each number of rows, multiplies rows like `x`: fp32 or 16 bits."""
+    return in_onednn(x) or (x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16))
 
 
 def is_onednn_product(x: Tensor, outputs: int) -> bool:
