@@ -68,8 +68,8 @@ class Size:
     update: bool = False
 
 
-# The shared experts of Qwen2-MoE have a gate, and its router no bias.
-_QWEN: dict[str, Any] = {"shared_gate": True, "router_score": "softmax", "router_bias": False}
+# The shared experts of Qwen2-MoE have a gate, its router has no bias, and its queries and keys no norms.
+_QWEN: dict[str, Any] = {"shared_gate": True, "router_score": "softmax", "router_bias": False, "qk_norm": "none"}
 SIZES = {
     "tiny": Size(dataclasses.replace(PRESETS["tiny"], **_QWEN), (2, 256), update=True),
     "small": Size(dataclasses.replace(PRESETS["small"], **_QWEN), (1, 256)),

@@ -7,7 +7,7 @@
     transformers, mixture    Qwen2-MoE with the sizes of `tiny`, the same
     ours, dense              the trainer of train.py with --compile whole and Muon; dense blocks as wide as what a
                              token of `tiny` passes through
-    ours, mixture            `tiny`, the same
+    ours, mixture            `tiny` without query and key norms, the same
     ..., AdamW               ours, with AdamW
     ... of another kind      other models (VARIANTS), most with the same active parameters
     balanced by 0.0, 0.03    `tiny` whose router biases move by this much in a step, instead of 0.003
@@ -48,7 +48,8 @@ LRS = (0.001, 0.003, 0.01, 0.03)
 NANOGPT = 116.0, 1.889
 """CPU seconds and published held-out loss of nanoGPT's own setting for CPUs, on Tiny Shakespeare: 4 layers, 128 wide,
 2,000 steps of 12 x 64 characters (github.com/karpathy/nanoGPT, README; its seconds were measured on another CPU)."""
-TINY = PRESETS["tiny"]
+TINY = replace(PRESETS["tiny"], qk_norm="none")
+"""Without query and key norms, as Llama and Qwen2-MoE are."""
 DENSE = replace(TINY, num_dense_layers=TINY.num_layers)
 NORMS = "query and key norms"
 

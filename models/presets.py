@@ -7,7 +7,7 @@ from .config import ModelConfig
 PRESETS: dict[str, ModelConfig] = {
     # These two are of an architecture that Hugging Face's format has, GLM-4-MoE: so they can be exported.
     # Learns Python source code as bytes on two CPU cores within two minutes.
-    "tiny": ModelConfig(router_score="sigmoid", router_bias=True),
+    "tiny": ModelConfig(router_score="sigmoid", router_bias=True, qk_norm="head"),
     # For one GPU. 468 M parameters, 104 M active.
     "small": ModelConfig(
         hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=4, head_dim=64,
