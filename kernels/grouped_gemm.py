@@ -147,7 +147,7 @@ def _grouped_mm_reference(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _grouped_mm_onednn(a: Tensor, b: Tensor, ends: list[int]) -> Tensor:
-    """`_grouped_mm_reference` in oneDNN. Numbers of rows are rounded (`rows_step`), so that there are few shapes."""
+    """`_grouped_mm_reference` in oneDNN. Numbers of rows become multiples of `rows_step`, so there are few shapes."""
     experts = [(start, end, rows_step(end - start)) for start, end in pairwise([0, *ends])]
     if b.ndim == 2:
         y_EIO = a.new_empty(len(ends), len(a), b.shape[1])

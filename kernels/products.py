@@ -5,7 +5,7 @@ instructions that the CPU has. Zen 4 multiplies 512 bits in two halves, so there
 
 Torch calls oneDNN for fp32 matrices if `torch.backends.mkldnn.matmul.fp32_precision` permits rounding to bf16. Without
 AMX, oneDNN does not round; `choose_products` checks this. The permission is given around our products alone, because
-attention is slower in oneDNN. Meanwhile, it holds for other threads as well.
+attention is slower in oneDNN. While given, it also holds for other threads.
 
 CPU, dtype, sizes and options decide the library, never a measurement, so runs on one CPU have the same bits. For each
 new shape oneDNN generates code, which takes longer than a small product. So each expert's number of rows is rounded
